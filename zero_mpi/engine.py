@@ -1,0 +1,55 @@
+"""The training loop, the only one. The loop asks, the scheme answers.
+
+Not for: what differs between schemes. It knows only the protocols of model and scheme.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from .comm import Traffic
+from .data import Batch
+
+if TYPE_CHECKING:
+    from .schemes.base import Scheme
+
+
+def train_step(scheme: "Scheme", batch: Batch) -> float:
+    """Run one step on this rank's `batch`; return the mean over ranks of the loss before the update.
+
+    Parameters
+    ----------
+    batch : (x, y), float32, shapes (rows, n_in) and (rows, n_out); the same rows on every rank.
+
+    Notes
+    -----
+    Collective. What `full_params` and `grad_buffer` return is never bound to a name here: a name would keep a
+    whole unit alive one turn too long.
+    """
+    model, comm, ledger = scheme.model, scheme.comm, scheme.ledger
+    comm.traffic = Traffic()
+    x, target = batch
+    saved: dict[int, Any] = {}
+
+    comm.phase = "forward"
+    for u in scheme.units:
+        x, saved[u] = model.forward(u, scheme.full_params(u), x)
+        ledger.track("activations", x)
+        scheme.release_params(u)
+    loss, dy = model.loss(x, target)
+    ledger.track("activations", dy)
+    del x
+
+    comm.phase = "backward"
+    for u in reversed(scheme.units):
+        dy = model.backward(u, scheme.full_params(u), saved.pop(u), dy, out=scheme.grad_buffer(u))
+        if dy is not None:
+            ledger.track("activations", dy)
+        scheme.release_params(u)
+        scheme.grad_ready(u)
+    scheme.backward_done()
+
+    comm.phase = "update"
+    scheme.steps_done += 1
+    scheme.update(1.0)
+
+    comm.phase = "loss"
+    return comm.sum_scalar(loss) / comm.size

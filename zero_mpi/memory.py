@@ -1,0 +1,172 @@
+"""Ledger: the bytes alive and their peak, by kind, measured on arrays that exist.
+
+Not for: predicting (formulas.py), nor for the memory of Python itself.
+"""
+
+import gc
+import tracemalloc
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+
+# What lives as long as the scheme. Every other kind is transient.
+BANDS = ("params", "grads", "optimizer")
+
+# A cache line, and the widest vector register: BLAS may take another path, and so give other bits, on
+# buffers that are aligned differently.
+ALIGNMENT_BYTES = 64
+
+
+def owner(array: np.ndarray) -> np.ndarray:
+    """Return the array that owns the memory of `array`: a slice keeps its whole base alive."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+class Ledger:
+    """Count the bytes of arrays by kind while they live, without keeping them alive.
+
+    The ledger holds weak references to the owners of memory: dropping the last reference to an array, or to
+    any view of it, is freeing. A view's own `nbytes` is never counted.
+    """
+
+    def __init__(self) -> None:
+        self._alive: dict[str, int] = {}
+        self._peak: dict[str, int] = {}
+        self._transient_peak = 0
+        self._total_peak = 0
+        self._padding = 0
+        self._entries: dict[int, weakref.ref] = {}
+
+    def empty(self, kind: str, numel: int, dtype: np.dtype) -> np.ndarray:
+        """Allocate an array of shape (numel,), aligned to 64 bytes and counted under `kind`.
+
+        The few bytes that alignment costs are counted apart, in `padding_bytes`.
+        """
+        nbytes = int(numel) * np.dtype(dtype).itemsize
+        raw = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+        offset = -raw.ctypes.data % ALIGNMENT_BYTES
+        self._enter(kind, raw, nbytes)
+        return raw[offset : offset + nbytes].view(dtype)
+
+    def track(self, kind: str, array: np.ndarray) -> np.ndarray:
+        """Count the owner of `array` under `kind` until it is freed, and return `array` itself."""
+        base = owner(array)
+        if id(base) not in self._entries:
+            self._enter(kind, base, base.nbytes)
+        return array
+
+    def alive_bytes(self, *kinds: str) -> int:
+        """Return the bytes alive now, of the kinds named."""
+        return sum(self._alive.get(kind, 0) for kind in kinds)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the three bands alive now."""
+        return self.alive_bytes(*BANDS)
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes alive now that are no band: between steps there are none."""
+        return sum(n for kind, n in self._alive.items() if kind not in BANDS)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes alive now that only serve alignment."""
+        return self._padding
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes alive now: bands, transients and padding."""
+        return sum(self._alive.values()) + self._padding
+
+    @property
+    def transient_peak_bytes(self) -> int:
+        """Peak of all transient kinds together since construction or `reset_peaks`."""
+        return self._transient_peak
+
+    @property
+    def total_peak_bytes(self) -> int:
+        """Peak of all bytes together since construction or `reset_peaks`."""
+        return self._total_peak
+
+    def transient_peaks(self) -> dict[str, int]:
+        """Return the peak in bytes of each transient kind that was ever alive, in alphabetical order."""
+        return {kind: self._peak[kind] for kind in sorted(self._peak) if kind not in BANDS}
+
+    def reset_peaks(self) -> None:
+        """Start the peaks anew from what is alive now."""
+        self._peak = dict(self._alive)
+        self._transient_peak = self.transient_bytes
+        self._total_peak = self.total_bytes
+
+    def _enter(self, kind: str, base: np.ndarray, nbytes: int) -> None:
+        padding = base.nbytes - nbytes
+        key = id(base)
+
+        def leave(_: weakref.ref) -> None:
+            del self._entries[key]
+            self._alive[kind] -= nbytes
+            self._padding -= padding
+
+        self._entries[key] = weakref.ref(base, leave)
+        self._alive[kind] = self._alive.get(kind, 0) + nbytes
+        self._padding += padding
+        self._peak[kind] = max(self._peak.get(kind, 0), self._alive[kind])
+        self._transient_peak = max(self._transient_peak, self.transient_bytes)
+        self._total_peak = max(self._total_peak, self.total_bytes)
+
+
+class AuditFinding(NamedTuple):
+    """What Python's allocator saw beside the ledger, in bytes."""
+
+    resident_outside_bytes: int
+    peak_outside_bytes: int
+    largest: str
+
+
+class Audit:
+    """Compare a ledger with Python's own allocator (tracemalloc, which sees numpy's buffers).
+
+    Start it before the scheme is built, call `restart_peak` before the steps to audit and `finding` after.
+    tracemalloc slows a process down; an audit is a run of its own.
+    """
+
+    def __init__(self) -> None:
+        gc.collect()
+        tracemalloc.start(1)
+        self._start_bytes = 0
+
+    def restart_peak(self, ledger: Ledger) -> None:
+        """Forget peaks so far, of the allocator and of `ledger`; what is not numpy's is the new zero."""
+        gc.collect()
+        ledger.reset_peaks()
+        tracemalloc.reset_peak()
+        self._start_bytes = tracemalloc.get_traced_memory()[0] - self._numpy_bytes()
+
+    def finding(self, ledger: Ledger) -> AuditFinding:
+        """Return the bytes alive and at the peak that the ledger does not know; end the audit.
+
+        The resident part is exact, from the allocations in numpy's own domain. The peak is one number for the
+        whole of Python, so interpreter objects made during the step are in it: some tens of KiB.
+        """
+        peak = tracemalloc.get_traced_memory()[1] - self._start_bytes
+        ledger_peak = ledger.total_peak_bytes
+        resident = self._numpy_bytes() - ledger.total_bytes
+        largest = self._largest()
+        tracemalloc.stop()
+        return AuditFinding(resident, max(0, peak - ledger_peak), largest)
+
+    @staticmethod
+    def _snapshot() -> tracemalloc.Snapshot:
+        domain = np.lib.tracemalloc_domain
+        return tracemalloc.take_snapshot().filter_traces([tracemalloc.DomainFilter(True, domain)])
+
+    def _numpy_bytes(self) -> int:
+        return sum(trace.size for trace in self._snapshot().traces)
+
+    def _largest(self) -> str:
+        lines = self._snapshot().statistics("lineno")
+        return str(lines[0]) if lines else "nothing"

@@ -1,0 +1,94 @@
+"""MLP: linear layers with ReLU between them, forward and backward by hand.
+
+Not for: other losses or layers; those are other models (protocol.py).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+class MLP:
+    """Linear layers of the widths `dims`, ReLU between them, mean squared error.
+
+    Unit u is layer u: its weights, shape (dims[u], dims[u+1]) in C order, then its bias.
+
+    Parameters
+    ----------
+    dims : widths, at least two, each at least 1. The default has 33,088 parameters in 3 units.
+
+    Raises
+    ------
+    ValueError : fewer than two widths, or a width that is not a positive integer.
+    """
+
+    def __init__(self, dims: Sequence[int] = (64, 128, 128, 64)) -> None:
+        self.dims = tuple(dims)
+        if len(self.dims) < 2:
+            raise ValueError(f"dims: expected at least two widths, got {self._dims_text()}")
+        if any(not isinstance(d, (int, np.integer)) or d < 1 for d in self.dims):
+            raise ValueError(f"dims: expected positive integers, got {self._dims_text()}")
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return tuple(i * o + o for i, o in zip(self.dims, self.dims[1:], strict=False))
+
+    @property
+    def n_params(self) -> int:
+        return sum(self.units)
+
+    def init(self, seed: int = 0) -> Iterator[np.ndarray]:
+        """Yield each layer's weights, standard normal times sqrt(2 / fan_in) (He et al. 2015), and zero biases."""
+        rng = np.random.default_rng(seed)
+        for fan_in, fan_out in zip(self.dims, self.dims[1:], strict=False):
+            theta = np.zeros(fan_in * fan_out + fan_out, np.float32)
+            weights = rng.standard_normal((fan_in, fan_out))
+            weights *= np.sqrt(2.0 / fan_in)
+            theta[: fan_in * fan_out] = weights.reshape(-1)
+            yield theta
+
+    def forward(
+        self, u: int, params: np.ndarray, x: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+        """Return ``relu(x @ W + b)``, linear in the last unit, shape (rows, dims[u+1]), and (input, output)."""
+        weights, bias = self._split(u, params)
+        y = x @ weights
+        y += bias
+        if u < len(self.units) - 1:
+            np.maximum(y, 0, out=y)
+        return y, (x, y)
+
+    def loss(self, y_hat: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return the mean over all elements of (y_hat - y)^2 and its gradient 2 (y_hat - y) / y.size."""
+        difference = y_hat - y
+        loss = float(np.mean(difference * difference))
+        difference *= np.float32(2.0 / y.size)
+        return loss, difference
+
+    def backward(
+        self,
+        u: int,
+        params: np.ndarray,
+        saved: tuple[np.ndarray, np.ndarray],
+        dy: np.ndarray,
+        out: np.ndarray,
+    ) -> np.ndarray | None:
+        x, y = saved
+        if u < len(self.units) - 1:
+            dy *= y > 0
+        weights, _ = self._split(u, params)
+        d_weights, d_bias = self._split(u, out)
+        np.matmul(x.T, dy, out=d_weights)
+        np.sum(dy, axis=0, out=d_bias)
+        return dy @ weights.T if u > 0 else None
+
+    def describe(self) -> str:
+        return f"MLP {self._dims_text()}"
+
+    def _split(self, u: int, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the weights and the bias of unit `u` as views of `flat`."""
+        fan_in, fan_out = self.dims[u], self.dims[u + 1]
+        return flat[: fan_in * fan_out].reshape(fan_in, fan_out), flat[fan_in * fan_out :]
+
+    def _dims_text(self) -> str:
+        return ",".join(str(d) for d in self.dims)

@@ -1,0 +1,118 @@
+"""Precision: the dtype each band is stored in, and the dtype it travels in.
+
+Not for: converting arrays in the right place; schemes' tools do that (schemes/base.py).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Bits of (significand with its hidden bit, exponent), IEEE 754 and bfloat16.
+_FORMATS = {"float64": (53, 11), "float32": (24, 8), "bfloat16": (8, 8), "float16": (11, 5)}
+
+# Storage of parameters and gradients. Master weights and Adam's moments are always float32.
+PRECISIONS = {"mixed": "float16", "bf16": "bfloat16", "fp32": "float32"}
+WIRE_DTYPES = tuple(_FORMATS)
+
+# Elements converted at a time: two float32 pieces fit in a first-level cache of 32 KiB or more.
+PIECE = 4096
+
+
+def dtype_of(name: str) -> np.dtype:
+    """Return the numpy dtype called `name`; bfloat16 needs the optional package ml_dtypes.
+
+    Raises
+    ------
+    ValueError : an unknown name, or bfloat16 without ml_dtypes.
+    """
+    if name not in _FORMATS:
+        raise ValueError(f"dtype: expected one of {', '.join(_FORMATS)}, got {name}")
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise ValueError("bfloat16 needs the package ml_dtypes: pip install 'zero_mpi[bf16]'") from None
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def holds(wide: str, narrow: str) -> bool:
+    """Return whether every value of dtype `narrow` is also a value of dtype `wide`."""
+    return all(w >= n for w, n in zip(_FORMATS[wide], _FORMATS[narrow], strict=True))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Names of dtypes: `params` and `grads` at rest, `reduce` and `gather` on the wire.
+
+    Raises
+    ------
+    ValueError : a dtype that is unknown or missing, or one that would not carry what it must:
+        the gather dtype has to hold the parameters' dtype exactly.
+    """
+
+    name: str
+    params: str
+    grads: str
+    reduce: str
+    gather: str
+
+    @classmethod
+    def named(cls, name: str, reduce: str = "float32", gather: str = "float32") -> "Precision":
+        """Return the precision called "mixed", "bf16" or "fp32" with the wire dtypes given."""
+        if name not in PRECISIONS:
+            raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {name}")
+        return cls(name, PRECISIONS[name], PRECISIONS[name], reduce, gather)
+
+    def __post_init__(self) -> None:
+        for name in (self.params, self.grads, self.reduce, self.gather):
+            dtype_of(name)
+        if not holds(self.gather, self.params):
+            raise ValueError(
+                f"gather dtype: expected one that holds {self.params} parameters exactly, got {self.gather}"
+            )
+        if (self.grads, self.reduce) == ("bfloat16", "float16"):
+            raise ValueError(
+                "reduce dtype: expected one with the range of bfloat16 gradients, got float16; "
+                "use float32 or bfloat16"
+            )
+
+    @property
+    def master(self) -> bool:
+        """Whether a float32 master copy is kept beside the parameters."""
+        return self.params != "float32"
+
+
+def convert(source: np.ndarray, into: np.ndarray) -> None:
+    """Write `source` into `into`, same shape, rounding to nearest even; allocates nothing."""
+    np.copyto(into, source, casting="unsafe")
+
+
+def round_through(source: np.ndarray, into: np.ndarray, through: np.dtype) -> None:
+    """Write `source` into `into`, both (n,), rounded to dtype `through` on the way; one small buffer.
+
+    `source` and `into` may be the same array.
+    """
+    if source is into and source.dtype == through:
+        return
+    if through in (source.dtype, into.dtype):
+        convert(source, into)
+        return
+    rounded = np.empty(min(PIECE, source.size), through)
+    for start in range(0, source.size, PIECE):
+        piece = slice(start, start + PIECE)
+        part = rounded[: source[piece].size]
+        convert(source[piece], part)
+        convert(part, into[piece])
+
+
+def describe(precision: Precision) -> dict[str, Any]:
+    """Return the dtypes by role, as reports print them."""
+    return {
+        "params": precision.params,
+        "grads": precision.grads,
+        "optimizer": "float32",
+        "reduce": precision.reduce,
+        "gather": precision.gather,
+    }
