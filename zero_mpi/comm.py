@@ -6,7 +6,9 @@ Not for: collectives of model data; those are written by hand from `sendrecv` al
 import json
 import os
 import platform
+import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -35,10 +37,11 @@ class Label(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Bytes and messages, sent and received."""
+    """Bytes and messages, sent and received; and the elements sent, each of its own wire dtype."""
 
     sent_bytes: int = 0
     sent_messages: int = 0
+    sent_elements: int = 0
     received_bytes: int = 0
     received_messages: int = 0
 
@@ -94,6 +97,9 @@ class Transport(Protocol):
     def abort(self, code: int) -> None:
         """End the whole job, now."""
 
+    def describe(self) -> str:
+        """Return the library's name and version."""
+
 
 class MPIMissing(RuntimeError):
     """mpi4py is there, but no MPI library that it can load."""
@@ -111,18 +117,25 @@ def load_mpi() -> Any:
     return MPI
 
 
-def launcher_mismatch(world_size: int, environ: Any = os.environ) -> tuple[str, int] | None:
-    """Return (message, process number) if a launcher started more processes than MPI sees, else None.
+def launched_rank(environ: Any = os.environ) -> int:
+    """Return this process's number as its launcher tells it, 0 if none does; needs no MPI library."""
+    for _, number in LAUNCHERS.values():
+        if environ.get(number, "").isdigit():
+            return int(environ[number])
+    return 0
+
+
+def launcher_mismatch(world_size: int, environ: Any = os.environ) -> str | None:
+    """Return a message if a launcher started several processes and MPI sees a world of one, else None.
 
     An mpi4py that loads another MPI than the launcher's own gives N worlds of one rank each, silently.
     """
-    for launcher, (count, number) in LAUNCHERS.items():
+    for launcher, (count, _) in LAUNCHERS.items():
         started = environ.get(count, "")
-        if started.isdigit() and int(started) != world_size and world_size == 1:
+        if world_size == 1 and started.isdigit() and int(started) > 1:
             return (
-                f"{launcher} started {started} processes, but each sees an MPI world of {world_size}: mpi4py "
-                "loads another MPI library than the launcher's; install the one that belongs to this mpiexec",
-                int(environ.get(number, "0") or 0),
+                f"{launcher} started {started} processes, but each sees an MPI world of 1: mpi4py loads another "
+                "MPI library than the launcher's; install the one that belongs to this mpiexec"
             )
     return None
 
@@ -201,6 +214,10 @@ class MPITransport:
 
     def abort(self, code: int) -> None:
         self._comm.Abort(code)
+
+    def describe(self) -> str:
+        text = self._MPI.Get_library_version().splitlines()[0]
+        return " ".join(text.split(",")[0].replace("Version:", "").split())
 
     def _more_ranks_than_cores(self) -> bool:
         host = self._comm.Split_type(self._MPI.COMM_TYPE_SHARED)
@@ -282,9 +299,9 @@ class Communicator:
             if source_now is not None and (came_tag, came_bytes) != (tag, incoming[part].nbytes):
                 self._refuse(source_now, came_tag, came_bytes, incoming[part].nbytes)
         if dest is not None:
-            self.traffic.add(self._label(dest), Count(out_bytes, out_messages, 0, 0))
+            self.traffic.add(self._label(dest), Count(out_bytes, out_messages, send.size))
         if source is not None:
-            self.traffic.add(self._label(source), Count(0, 0, in_bytes, in_messages))
+            self.traffic.add(self._label(source), Count(0, 0, 0, in_bytes, in_messages))
 
     @contextmanager
     def collective(self, name: str, kind: str = "model") -> Iterator[None]:
@@ -351,13 +368,6 @@ class Communicator:
         rows = self.allgather_bytes(json.dumps(value).encode())
         return [json.loads(row) for row in rows]
 
-    def sum_scalar(self, value: float) -> float:
-        """Return the sum over ranks in float64, added in rank order, so the same bits everywhere."""
-        total = 0.0
-        for part in self.allgather_scalar(value):
-            total += float(part)
-        return total
-
     def gather_to_root(self, block: np.ndarray, blocks: list[np.ndarray] | None) -> None:
         """Collect each rank's `block` into rank 0's ``blocks[rank]``. Collective; control traffic.
 
@@ -420,6 +430,19 @@ class Communicator:
             else:
                 self.transport.wait_for(0)
                 self.sendrecv(nothing, None, nothing, 0)
+
+    @contextmanager
+    def ending_job_on_error(self) -> Iterator[None]:
+        """End the whole job, with this rank's traceback, if the body raises; without it the others hang."""
+        try:
+            yield
+        except Exception:
+            sys.stdout.flush()
+            print(f"zero_mpi: rank {self.rank} failed:", file=sys.stderr)
+            traceback.print_exc()
+            sys.stderr.flush()
+            self.abort(1)
+            raise
 
     def hosts(self) -> list[str]:
         """Return the host name of every rank, in rank order. Collective; control traffic."""

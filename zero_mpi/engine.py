@@ -5,6 +5,8 @@ Not for: what differs between schemes. It knows only the protocols of model and 
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .comm import Traffic
 from .data import Batch
 
@@ -52,4 +54,26 @@ def train_step(scheme: "Scheme", batch: Batch) -> float:
     scheme.update(1.0)
 
     comm.phase = "loss"
-    return comm.sum_scalar(loss) / comm.size
+    mean = mean_loss(scheme, loss)
+    scheme.step_traffic, comm.traffic, comm.phase = comm.traffic, Traffic(), "between steps"
+    return mean
+
+
+def mean_loss(scheme: "Scheme", loss: float) -> float:
+    """Return the mean over ranks of `loss`, added in rank order in float64. Collective; control traffic.
+
+    Raises
+    ------
+    FloatingPointError : a loss is not finite; the same message on all ranks names step and rank.
+    """
+    losses = scheme.comm.allgather_scalar(loss)
+    for rank, value in enumerate(losses):
+        if not np.isfinite(value):
+            raise FloatingPointError(
+                f"loss: expected a finite number, got {value} on rank {rank} "
+                f"in step {scheme.steps_done} of {scheme.name}"
+            )
+    total = 0.0
+    for value in losses:
+        total += float(value)
+    return total / scheme.comm.size

@@ -116,10 +116,25 @@ def sent_bytes_all_ranks(claim: Claim, units: Sequence[int], items: Itemsizes, s
     return (size - 1) * sum(units) * per_param
 
 
-def sent_messages(claim: Claim, units: Sequence[int], size: int) -> int:
-    """Return the messages a rank sends in one step: N - 1 for each collective, if none is cut for its length."""
-    collectives = claim.reduce_scatters + claim.grad_all_gathers + claim.param_all_gathers
-    return (size - 1) * len(units) * collectives
+def sent_messages(
+    claim: Claim, units: Sequence[int], items: Itemsizes, size: int, rank: int, max_message_bytes: int
+) -> int:
+    """Return the messages `rank` sends in one step: one for each block sent, more for blocks over the limit.
+
+    Empty blocks are sent too, so it is (N-1) for each collective wherever no block exceeds the limit.
+    """
+
+    def messages(numel: int, itemsize: int, kept: int) -> int:
+        sent = [block_numel(numel, size, b) * itemsize for b in range(size) if b != kept]
+        return sum(max(1, -(-nbytes // max_message_bytes)) for nbytes in sent)
+
+    right = (rank + 1) % size
+    return sum(
+        claim.reduce_scatters * messages(numel, items.reduce, rank)
+        + claim.grad_all_gathers * messages(numel, items.reduce, right)
+        + claim.param_all_gathers * messages(numel, items.gather, right)
+        for numel in units
+    )
 
 
 def traffic_units(claim: Claim, size: int) -> Fraction:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import Communicator
+from ..comm import Communicator, Traffic
 from ..data import Batch
 from ..engine import train_step
 from ..layout import Blocks
@@ -40,6 +40,7 @@ class Scheme:
     optimizer_state : one dict of float32 arrays for each unit: the optimizer's slots, and "master" where
         parameters have 16 bits.
     ledger, comm : what counts this scheme's bytes at rest, and on the wire.
+    step_traffic : what this rank sent and received in the last step.
 
     Raises
     ------
@@ -74,13 +75,15 @@ class Scheme:
         self.units = range(len(model.units))
         self.blocks = [Blocks(numel, self.comm.size) for numel in model.units]
         self.steps_done = 0
+        self.step_traffic = Traffic()
         self._params_dtype = dtype_of(self.precision.params)
         self._grads_dtype = dtype_of(self.precision.grads)
         self._reduce_dtype = dtype_of(self.precision.reduce)
         self._gather_dtype = dtype_of(self.precision.gather)
         self._local_gradients: dict[int, np.ndarray] = {}
         self._gathered: dict[int, np.ndarray] = {}
-        weights = self._allocate(init_seed)
+        with self.comm.together():
+            weights = self._allocate(init_seed)
         self.comm.agree(
             scheme=self.key,
             model=model.describe(),
@@ -144,7 +147,7 @@ class Scheme:
 
     def bytes_comm_per_rank(self) -> int:
         """Return the model bytes this rank sent in the last step."""
-        return self.comm.traffic.total(traffic="model").sent_bytes
+        return self.step_traffic.total(traffic="model").sent_bytes
 
     def close(self) -> None:
         """Give the communicator back if this scheme made it. Collective."""

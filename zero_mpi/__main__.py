@@ -1,0 +1,29 @@
+"""Entry of `python -m zero_mpi`: settle the number of BLAS threads before numpy is loaded, then run.
+
+Not for: arguments (cli.py).
+"""
+
+import os
+import sys
+
+# Ranks outnumber cores soon enough. Who sets any of these has chosen.
+BLAS_THREADS = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+def main() -> int:
+    """Run the command line; return the exit code."""
+    if not any(name in os.environ for name in BLAS_THREADS):
+        os.environ.update(dict.fromkeys(BLAS_THREADS, "1"))
+    from .cli import main as run
+
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The two checks, identical learning and counted bytes, as functions that return evidence.
+
+Not for: deciding what to print (report.py) or running anything (run.py).
+"""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import formulas
+from .digest import digest
+from .precision import convert, dtype_of
+from .schemes import Scheme
+
+
+class Verdict(NamedTuple):
+    """What a check found: whether it holds, and the one line that says so."""
+
+    check: str
+    holds: bool
+    says: str
+
+
+# Check one: identical learning. Every comparison is local: a rank owns the same elements in every scheme.
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two contiguous arrays of one dtype are equal bit for bit (so NaN equals itself)."""
+    return a.shape == b.shape and np.array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
+    """Return max |a - b|, 0.0 if the bits are the same; infinite where a difference is not a number."""
+    if a.size == 0 or same_bits(a, b):
+        return 0.0
+    with np.errstate(invalid="ignore"):
+        difference = float(np.max(np.abs(a - b)))
+    return difference if np.isfinite(difference) else float("inf")
+
+
+class Parting(NamedTuple):
+    """How two schemes differ on this rank: in what it owns, and in what it holds whole."""
+
+    owned: float
+    replica: float
+    identical: bool
+
+
+def compare(scheme: Scheme, partner: Scheme) -> Parting:
+    """Compare this rank's float32 blocks, and its whole replicas, with those of `partner`. Local.
+
+    Owners' blocks alone would hide a rank whose copy of the others' blocks is stale.
+    """
+    owned, replica, identical = 0.0, 0.0, True
+    for u in scheme.units:
+        mine, theirs = scheme.owned_theta(u), partner.owned_theta(u)
+        identical &= same_bits(mine, theirs)
+        owned = max(owned, largest_difference(mine, theirs))
+        whole, partners = scheme.replica(u), partner.replica(u)
+        if whole is not None and partners is not None:
+            identical &= same_bits(whole, partners)
+            replica = max(replica, largest_difference(*(x.astype(np.float32) for x in (whole, partners))))
+    return Parting(owned, replica, identical)
+
+
+def replica_fingerprint(scheme: Scheme) -> int:
+    """Return 64 bits that differ where what this rank holds whole differs; 0 where it holds shards. Local."""
+    fingerprint = hashlib.blake2b(digest_size=8)
+    for u in scheme.units:
+        whole = scheme.replica(u)
+        if whole is not None:
+            fingerprint.update(whole.view(np.uint8))
+    return int.from_bytes(fingerprint.digest(), "little")
+
+
+def replicas_agree(scheme: Scheme) -> bool:
+    """Return whether all ranks hold the same whole parameters. Collective; 8 control bytes a message."""
+    prints = scheme.comm.allgather_scalar(replica_fingerprint(scheme), np.uint64)
+    return bool(np.all(prints == prints[0]))
+
+
+def theta_digest(scheme: Scheme) -> str:
+    """Return the digest of all float32 weights, added up from owners' blocks. Collective; control traffic."""
+    mine = sum(
+        digest(scheme.owned_theta(u), scheme.blocks[u].start(scheme.comm.rank), u) for u in scheme.units
+    )
+    parts = scheme.comm.allgather_scalar(np.uint64(mine % 2**64), np.uint64)
+    return f"{sum(int(part) for part in parts) % 2**64:016x}"
+
+
+def matches_reference(scheme: Scheme, theta: np.ndarray, expected: np.ndarray) -> tuple[bool, float]:
+    """Compare gathered weights, and rank 0's replica, with the reference's. For rank 0; local.
+
+    Parameters
+    ----------
+    theta, expected : float32, shape (n_params,), gathered from the scheme, and the reference's.
+    """
+    identical, start = same_bits(theta, expected), 0
+    for u, numel in enumerate(scheme.model.units):
+        whole = scheme.replica(u)
+        if whole is not None:
+            stored = np.empty(numel, dtype_of(scheme.precision.params))
+            convert(expected[start : start + numel], stored)
+            identical &= same_bits(whole, stored)
+        start += numel
+    return identical, largest_difference(theta, expected)
+
+
+# Check two: measured against predicted. Integers, rank by rank.
+
+
+def itemsizes(scheme: Scheme) -> formulas.Itemsizes:
+    """Return the bytes an element takes at rest and on the wire, by the names of dtypes."""
+    p = scheme.precision
+    slots = len(scheme.optimizer.slots) + p.master
+    sizes = [dtype_of(name).itemsize for name in (p.params, p.grads, p.reduce, p.gather)]
+    return formulas.Itemsizes(sizes[0], sizes[1], 4 * slots, sizes[2], sizes[3])
+
+
+def memory_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
+    """Return what this rank holds, in bytes, and what the formula says it holds. Local."""
+    size, rank = scheme.comm.size, scheme.comm.rank
+    ledger, units = scheme.ledger, scheme.model.units
+    expected = formulas.resident_bytes(claim, units, itemsizes(scheme), size, rank)
+    return {
+        "held_bytes": {band: ledger.alive_bytes(band) for band in expected},
+        "formula_bytes": expected,
+        "transient_bytes": ledger.transient_bytes,
+        "transient_peak_bytes": ledger.transient_peak_bytes,
+        "transient_peak_by_kind_bytes": ledger.transient_peaks(),
+        "gathered_peak_formula_bytes": formulas.gathered_peak_bytes(claim, units),
+        "total_peak_bytes": ledger.total_peak_bytes,
+        "padding_bytes": ledger.padding_bytes,
+    }
+
+
+def memory_fault(evidence: dict[str, Any]) -> str:
+    """Return what is wrong with one rank's memory, in words, or an empty string."""
+    for band, held in evidence["held_bytes"].items():
+        if held != evidence["formula_bytes"][band]:
+            return f"{band}: holds {held} B, formula {evidence['formula_bytes'][band]} B"
+    if evidence["transient_bytes"]:
+        return f"{evidence['transient_bytes']} B of transient arrays outlive the step"
+    peak = evidence["transient_peak_by_kind_bytes"].get("gathered unit", 0)
+    if peak > evidence["gathered_peak_formula_bytes"]:
+        expected = evidence["gathered_peak_formula_bytes"]
+        return f"gathered units: peak {peak} B, one unit at a time takes {expected} B"
+    return ""
+
+
+def traffic_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
+    """Return what this rank sent in the last step, in bytes, and what the formula says it sends. Local."""
+    size, rank = scheme.comm.size, scheme.comm.rank
+    traffic, items, n_params = scheme.step_traffic, itemsizes(scheme), scheme.model.n_params
+    expected = formulas.sent_bytes(claim, scheme.model.units, items, size, rank)
+    model = traffic.total(traffic="model")
+    by_name = {name: traffic.total(traffic="model", collective=name) for name in expected}
+    sent = {name: count.sent_bytes for name, count in by_name.items()}
+    sent["other"] = model.sent_bytes - sum(sent.values())
+    return {
+        "sent_bytes": sent,
+        "formula_bytes": {**expected, "other": 0},
+        "sent_messages": model.sent_messages,
+        "formula_messages": formulas.sent_messages(
+            claim, scheme.model.units, items, size, rank, scheme.comm.max_message_bytes
+        ),
+        "received_bytes": model.received_bytes,
+        "control_bytes": traffic.total(traffic="control").sent_bytes,
+        "sent_units": {name: count.sent_elements / n_params for name, count in by_name.items()},
+    }
+
+
+def traffic_fault(evidence: dict[str, Any]) -> str:
+    """Return what is wrong with one rank's traffic, in words, or an empty string."""
+    for name, sent in evidence["sent_bytes"].items():
+        if sent != evidence["formula_bytes"][name]:
+            return f"{name}: sent {sent} B, formula {evidence['formula_bytes'][name]} B"
+    if evidence["sent_messages"] != evidence["formula_messages"]:
+        return f"sent {evidence['sent_messages']} messages, formula {evidence['formula_messages']}"
+    return ""

@@ -1,0 +1,256 @@
+"""The command line: arguments, exit codes, the hook that ends a job whose rank fails.
+
+Not for: import; nobody imports it but __main__.py.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import numpy as np
+
+from . import __version__, report
+from .comm import Communicator, MPIMissing, launched_rank, launcher_mismatch
+from .data import Data, FileRows, SeedStream, load_npz
+from .model import MLP
+from .optim import Adam
+from .precision import PRECISIONS, WIRE_DTYPES, Precision
+from .run import Settings, run
+from .schemes import DP, SCHEMES, Scheme
+
+HOLDS, FAILS, MISTAKE = 0, 1, 2
+
+EXAMPLES = """\
+examples:
+  mpiexec -n 8 python -m zero_mpi --scheme all
+  mpiexec -n 4 python -m zero_mpi --scheme zero3 --dims 512,1024,512 --json out.json
+  mpiexec -n 4 python -m zero_mpi --data digits.npz --dims 64,128,10 --epochs 3
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def positive_int(text: str) -> int:
+    """Return a whole number of at least 1."""
+    return _whole(text, least=1)
+
+
+def seed_int(text: str) -> int:
+    """Return a whole number of at least 0."""
+    return _whole(text, least=0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to 2147483647, got {text!r}")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """Return a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
+    return value
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Return the widths of an MLP, from a list such as 64,128,10."""
+    dims = tuple(positive_int(part.strip()) for part in text.split(","))
+    if len(dims) < 2:
+        raise argparse.ArgumentTypeError(f"expected at least two widths, such as 64,128,10, got {text!r}")
+    return dims
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    keys = [S.key for S in SCHEMES]
+    p = _Parser(
+        prog="python -m zero_mpi",
+        usage="mpiexec -n N python -m zero_mpi [options]",
+        description="Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks; check that\n"
+        "they learn the same bits, and count the bytes each rank holds and sends.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "--scheme",
+        default="all",
+        choices=["all", *keys],
+        help="all (default), or one, which runs beside data parallel",
+    )
+    p.add_argument("--dims", type=widths, default=(64, 128, 128, 64), help="widths of the MLP [64,128,128,64]")
+    p.add_argument("--steps", type=positive_int, help="steps to train [10, or all of --data]")
+    p.add_argument("--batch", type=positive_int, default=8, help="rows of each rank's batch [8]")
+    p.add_argument("--data", metavar="FILE", help="train on rows of x and y in an .npz file")
+    p.add_argument("--epochs", type=positive_int, help="passes over --data [1]")
+    p.add_argument("--lr", type=positive_float, default=1e-2, help="Adam's learning rate [0.01]")
+    p.add_argument("--seed", type=seed_int, default=7, help="of batches and shuffling [7]")
+    p.add_argument("--init-seed", type=seed_int, default=0, help="of the initial weights [0]")
+    p.add_argument("--precision", choices=list(PRECISIONS), default="mixed", help="of storage [mixed]")
+    p.add_argument("--reduce-dtype", choices=WIRE_DTYPES, default="float32", help="of gradients on the wire")
+    p.add_argument("--gather-dtype", choices=WIRE_DTYPES, default="float32", help="of parameters on the wire")
+    p.add_argument("--no-reference", action="store_true", help="leave out the replay on rank 0")
+    p.add_argument("--no-check", action="store_true", help="run --scheme alone: no partner, no replay")
+    p.add_argument("--audit-memory", action="store_true", help="look for arrays outside the ledger")
+    p.add_argument("--json", metavar="FILE", help="write all evidence to FILE")
+    p.add_argument("--quiet", action="store_true", help="print only the verdicts")
+    p.add_argument("--version", action="version", version=f"zero_mpi {__version__}")
+    return p
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line on every rank; return the exit code: 0 checks hold, 1 one fails, 2 a mistake."""
+    if {"-h", "--help", "--version"} & set(argv):
+        # Needs no MPI, and one voice is enough.
+        if launched_rank() == 0:
+            parser().parse_args([a for a in argv if a in ("-h", "--help", "--version")])
+        return HOLDS
+    try:
+        comm = Communicator()
+    except MPIMissing as error:
+        if launched_rank() == 0:
+            report.complain(str(error))
+        return MISTAKE
+    alone = launcher_mismatch(comm.size)
+    if alone is not None:
+        if launched_rank() == 0:
+            report.complain(alone)
+        return MISTAKE
+    with comm.ending_job_on_error():
+        return _main(comm, argv)
+
+
+def _main(comm: Communicator, argv: Sequence[str]) -> int:
+    try:
+        with comm.together():
+            args = parser().parse_args(argv)
+            settings, said = _settings(args, comm.size)
+            target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
+        comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
+    except ValueError as error:
+        if comm.rank == 0:
+            report.complain(str(error))
+        return MISTAKE
+    try:
+        environment = _environment(comm)
+        if comm.rank == 0 and not args.quiet:
+            print("\n".join(report.header(said, environment)), flush=True)
+        try:
+            result = run(comm, settings, _schemes(args))
+        except FloatingPointError as error:
+            if comm.rank == 0:
+                report.complain(str(error))
+            return FAILS
+        code = HOLDS if all(verdict["holds"] for verdict in result["verdicts"]) else FAILS
+        if comm.rank == 0:
+            report.print_result(result, args.quiet)
+            if target is not None:
+                target.write({"settings": said, "environment": environment, **result, "exit_code": code})
+        return code
+    finally:
+        if target is not None:
+            target.discard()
+
+
+def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
+    chosen = [S for S in SCHEMES if args.scheme in ("all", S.key)]
+    # "Identical" needs a partner.
+    if DP not in chosen and not args.no_check:
+        chosen.insert(0, DP)
+    return chosen
+
+
+def _settings(args: argparse.Namespace, size: int) -> tuple[Settings, dict[str, Any]]:
+    """Return the settings of the run, and the same as reports say them. Local."""
+    model = MLP(args.dims)
+    precision = Precision.named(args.precision, args.reduce_dtype, args.gather_dtype)
+    optimizer = Adam(lr=args.lr)
+    data, text, steps = _data(args, size)
+    settings = Settings(
+        model=model,
+        data=data,
+        precision=precision,
+        optimizer=optimizer,
+        init_seed=args.init_seed,
+        steps=steps,
+        check=not args.no_check,
+        reference=not (args.no_reference or args.no_check),
+        audit_memory=args.audit_memory,
+    )
+    said = {
+        "scheme": args.scheme,
+        "model": model.describe(),
+        "n_params": model.n_params,
+        "units": len(model.units),
+        "unit_numels": model.units,
+        "data": text,
+        "steps": steps,
+        "batch": args.batch,
+        "optimizer": "Adam lr {lr:g}, betas {beta1:g} {beta2:g}, eps {eps:g}".format(**asdict(optimizer)),
+        "lr": args.lr,
+        "seed": args.seed,
+        "init_seed": args.init_seed,
+        "precision": precision.name,
+        "params_dtype": precision.params,
+        "grads_dtype": precision.grads,
+        "reduce_dtype": precision.reduce,
+        "gather_dtype": precision.gather,
+        "check": settings.check,
+        "reference": settings.reference,
+    }
+    return settings, said
+
+
+def _data(args: argparse.Namespace, size: int) -> tuple[Data, str, int]:
+    """Return where batches come from, the words for it, and the most steps to take. Local."""
+    n_in, n_out = args.dims[0], args.dims[-1]
+    if args.data is None:
+        if args.epochs is not None:
+            raise ValueError("--epochs: expected --data FILE beside it; without, use --steps")
+        steps = 10 if args.steps is None else args.steps
+        return SeedStream(args.seed, args.batch, n_in, n_out), f"random normal, seed {args.seed}", steps
+    (x, y), note = load_npz(args.data, n_in, n_out)
+    epochs = args.epochs or 1
+    data = FileRows(x, y, seed=args.seed, rows=args.batch, epochs=epochs)
+    per_epoch, dropped = data.steps_per_epoch(size), data.dropped_rows(size)
+    if per_epoch == 0:
+        raise ValueError(
+            f"{args.data}: expected at least {size * args.batch} rows, a global batch of {size} x {args.batch}, "
+            f"got {len(x)}"
+        )
+    steps = per_epoch * epochs if args.steps is None else min(args.steps, per_epoch * epochs)
+    text = f"{os.path.basename(args.data)}: {len(x)} rows, {per_epoch} steps an epoch, shuffled by seed {args.seed}"
+    if dropped:
+        text += f"; the last {dropped} rows of an epoch, an incomplete global batch, are dropped"
+    if note:
+        text += f"; converted: {note}"
+    return data, text, steps
+
+
+def _environment(comm: Communicator) -> dict[str, Any]:
+    """Return where the job runs. Collective."""
+    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload, index]
+    threads = next((os.environ[n] for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if n in os.environ), "")
+    return {
+        "zero_mpi": __version__,
+        "ranks": comm.size,
+        "hosts": len(set(comm.hosts())),
+        "mpi": comm.transport.describe(),
+        "numpy": np.__version__,
+        "blas": f"{blas['name']} {blas['version']}",
+        "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
+    }

@@ -1,0 +1,260 @@
+"""What rank 0 says: tables of 80 columns, and the JSON file.
+
+Not for: measuring or judging; every number here comes from run.py's result.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+SCHEMA = "zero_mpi.run/1"
+WIDTH = 80
+
+ORDER_OF_SUMMATION = (
+    "Why exactly zero: every scheme sums block b of a unit in the ring's order, rank b+1, b+2, ..., b, and "
+    "divides once; what the owner gets is what the others receive. In floating point another order gives "
+    "other bits (about 1e-7, and growing): schemes that differ in it would part, and none would be wrong."
+)
+REPLAYED = "Checked, not claimed: rank 0 replayed the run alone in that order and got the same bits."
+
+FOOTER = (
+    "The checks compare integers, rank by rank. Ranks differ by a few elements where N does not divide a "
+    "unit: blocks are uneven, never padded. Counted: every byte a step hands to MPI; control is the loss. "
+    "Not counted: what MPI adds to a message, and what the checks themselves gather between steps."
+)
+
+_BANDS = ("params", "grads", "optimizer")
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Return lines with columns aligned, the first `left` columns to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("  " + "  ".join(cells)).rstrip())
+    return lines
+
+
+def min_max(name: str, columns: Sequence[Sequence[int]], rest: Sequence[str]) -> list[list[str]]:
+    """Return one row where all ranks have the same numbers, else a row of minima and one of maxima.
+
+    columns : for each column, one number a rank. rest : cells that only the first row has.
+    """
+    if all(min(column) == max(column) for column in columns):
+        return [[name, *(str(column[0]) for column in columns), *rest]]
+    return [
+        [f"{name}, min", *(str(min(column)) for column in columns), *rest],
+        ["max".rjust(len(name) + 5), *(str(max(column)) for column in columns), *("" for _ in rest)],
+    ]
+
+
+def header(settings: dict[str, Any], environment: dict[str, Any]) -> list[str]:
+    """Return the lines that say what runs, with every default, and where."""
+    s, e = settings, environment
+    ranks = "1 rank" if e["ranks"] == 1 else f"{e['ranks']} ranks"
+    hosts = "1 host" if e["hosts"] == 1 else f"{e['hosts']} hosts"
+    said = {
+        "model": f"{s['model']}: {s['n_params']:,} parameters in {s['units']} units, seed {s['init_seed']}",
+        "data": s["data"],
+        "training": f"{s['steps']} steps, {s['batch']} rows a rank and step; {s['optimizer']}",
+        "precision": f"{s['precision']}: {s['params_dtype']} parameters, {s['grads_dtype']} gradients, "
+        "float32 optimizer",
+        "on wire": f"{s['reduce_dtype']} gradients, {s['gather_dtype']} parameters",
+        "machine": f"{hosts}; {e['mpi']}; numpy {e['numpy']}; {e['blas']}, {e['blas_threads']}",
+    }
+    lines = [f"zero_mpi {e['zero_mpi']} on {ranks}"]
+    for name, text in said.items():
+        lines += _wrapped(f"  {name:<10} ", text)
+    return [*lines, ""]
+
+
+def learning(result: dict[str, Any]) -> list[str]:
+    """Return the table of check one, and why its zero is a zero."""
+    evidence = result["learning"]
+    steps, schemes = evidence["steps"], list(evidence["schemes"].values())
+    rows = [["scheme", "final loss", "max |θ-θ_dp|", "steps identical", "digest of θ"]]
+    for row in schemes:
+        difference, identical = row["max_abs_difference"], row["identical_steps"]
+        rows.append(
+            [
+                row["name"],
+                f"{row['final_loss']:.6f}",
+                "not checked" if difference is None else _difference(difference),
+                "not checked" if identical is None else f"{identical} of {steps}",
+                row["theta_digest"],
+            ]
+        )
+    lines = ["Learning", *table(rows), ""]
+    losses = schemes[0]["losses"]
+    lines += [f"  loss by step: {', '.join(f'{loss:.4f} ({step})' for step, loss in _evenly(losses, 5))}", ""]
+    compared = [row for row in schemes if row["max_abs_difference"] is not None]
+    if len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
+        replay = evidence["reference"]
+        replayed = replay is not None and replay["identical_steps"] == steps
+        lines += [*_wrapped("  ", f"{ORDER_OF_SUMMATION} {REPLAYED if replayed else ''}"), ""]
+    return lines
+
+
+def memory(result: dict[str, Any]) -> list[str]:
+    """Return the table of resident bytes and the one of transient peaks."""
+    rows = [["scheme", *_BANDS, "B/param", "formula", ""]]
+    schemes = list(result["memory"].values())
+    for row in schemes:
+        held = [rank["held_bytes"] for rank in row["ranks"]]
+        rows += min_max(
+            row["name"],
+            [[h[band] for h in held] for band in _BANDS],
+            [
+                f"{row['mean_bytes_per_param']:.4f}",
+                f"{row['formula_bytes_per_param']:.4f}",
+                f"= {row['formula'].replace(' ', '')}",
+            ],
+        )
+    lines = ["Memory per rank, bytes: the three bands, from arrays that exist", *table(_left_last(rows)), ""]
+    peaks = [["", *(row["name"] for row in schemes)]]
+    by_rank = [[rank["transient_peak_by_kind_bytes"] for rank in row["ranks"]] for row in schemes]
+    for kind in sorted({kind for ranks in by_rank for rank in ranks for kind in rank}):
+        peaks.append([kind, *(_peak([rank.get(kind, 0) for rank in ranks]) for ranks in by_rank)])
+    together = [[rank["transient_peak_bytes"] for rank in row["ranks"]] for row in schemes]
+    peaks.append(["all at once", *(_peak(ranks) for ranks in together)])
+    return [*lines, "Transient peak, bytes: the rank with most", *table(peaks), ""]
+
+
+def traffic(result: dict[str, Any]) -> list[str]:
+    """Return the tables of what a rank sends in one step: bytes and messages, and units."""
+    sent = [["scheme", "reduce-scatter", "all-gather", "total", "messages", "control"]]
+    units = [["scheme", "reduce-scatter", "all-gather", "total", "formula", ""]]
+    for row in result["traffic"].values():
+        ranks = [rank["sent_bytes"] for rank in row["ranks"]]
+        columns = [[rank[name] for rank in ranks] for name in ("reduce-scatter", "all-gather")]
+        columns.append([sum(rank.values()) for rank in ranks])
+        columns += [[rank[key] for rank in row["ranks"]] for key in ("sent_messages", "control_bytes")]
+        sent += min_max(row["name"], columns, [])
+        mean = row["mean_units"]
+        values = [mean["reduce-scatter"], mean["all-gather"], sum(mean.values()), row["formula_units"]]
+        units.append([row["name"], *(f"{value:.4f}" for value in values), f"= {row['formula']}"])
+    return [
+        "Traffic per rank and step, bytes sent (messages: their number; control: bytes)",
+        *table(sent),
+        "",
+        "Traffic in units of n_params x bytes of the wire dtype, mean over ranks",
+        *table(_left_last(units)),
+        "",
+        *_wrapped("  ", FOOTER),
+        "",
+    ]
+
+
+def audit(result: dict[str, Any]) -> list[str]:
+    """Return the table of what Python's allocator saw beside the ledger; empty if no audit ran."""
+    if "audit" not in result:
+        return []
+    rows = [["scheme", "at rest", "at the peak of a step"]]
+    for row in result["audit"].values():
+        kinds = ("resident_outside_bytes", "peak_outside_bytes")
+        rows += min_max(row["name"], [[rank[kind] for rank in row["ranks"]] for kind in kinds], [])
+    limits = next(iter(result["audit"].values()))
+    return [
+        "Audit: bytes that Python's allocator sees and the ledger does not",
+        *table(rows),
+        *_wrapped(
+            "  ",
+            f"Allowed: {limits['resident_limit_bytes']} at rest; {limits['peak_limit_bytes']} at the peak: the "
+            "interpreter's own objects, and a gradient of activations while it is made.",
+        ),
+        "",
+    ]
+
+
+def verdicts(result: dict[str, Any]) -> list[str]:
+    """Return one line for each check, wrapped."""
+    lines = ["Checks"]
+    for row in result["verdicts"]:
+        head = f"  {'holds' if row['holds'] else 'FAILS'}  {row['check']:<10} "
+        lines += _wrapped(head, row["says"])
+    return lines
+
+
+def print_result(result: dict[str, Any], quiet: bool) -> None:
+    """Print the result as tables; only the verdicts when `quiet`."""
+    lines = [] if quiet else [*learning(result), *memory(result), *traffic(result), *audit(result)]
+    print("\n".join([*lines, *verdicts(result)]), flush=True)
+
+
+class JsonFile:
+    """A file that is known to be writable before the run, and is there whole after it, or not at all."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        folder = os.path.dirname(os.path.abspath(path))
+        if os.path.isdir(path):
+            raise ValueError(f"--json {path}: expected a file to write, got a directory")
+        if os.path.exists(path) and not os.access(path, os.W_OK):
+            raise ValueError(f"--json {path}: expected a file that can be written, got a read-only one")
+        try:
+            handle, self._part = tempfile.mkstemp(prefix=".zero_mpi-", suffix=".json", dir=folder)
+        except OSError as error:
+            raise ValueError(f"--json {path}: cannot be written: {error.strerror}") from None
+        os.close(handle)
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Write `result` and put it in place."""
+        with open(self._part, "w", encoding="utf-8") as file:
+            json.dump({"schema": SCHEMA, **result}, file, indent=1, allow_nan=False)
+            file.write("\n")
+        os.chmod(self._part, 0o666 & ~_umask())
+        os.replace(self._part, self.path)
+
+    def discard(self) -> None:
+        """Remove what was begun, if it was not written."""
+        if os.path.exists(self._part):
+            os.remove(self._part)
+
+
+def complain(message: str) -> None:
+    """Print one line about the user's mistake."""
+    print(f"zero_mpi: error: {message}", file=sys.stderr, flush=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _difference(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    return "0" if value == 0 else f"{value:.3g}"
+
+
+def _evenly(values: Sequence[float], most: int) -> list[tuple[int, float]]:
+    last = len(values) - 1
+    picked = sorted({round(i * last / (most - 1)) for i in range(most)})
+    return [(i + 1, values[i]) for i in picked]
+
+
+def _peak(ranks: Sequence[int]) -> str:
+    return str(max(ranks))
+
+
+def _left_last(rows: list[list[str]]) -> list[list[str]]:
+    width = max(len(row[-1]) for row in rows)
+    return [[*row[:-1], row[-1].ljust(width)] for row in rows]
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    lines, line = [], head
+    for word in text.split():
+        if len(line) + len(word) + 1 > WIDTH and line.strip():
+            lines.append(line.rstrip())
+            line = " " * len(head)
+        line += word + " "
+    return [*lines, line.rstrip()]

@@ -1,0 +1,286 @@
+"""Step schemes in lockstep on the same batches, and collect the evidence of both checks.
+
+Not for: arguments (cli.py), printing (report.py) or judging a single rank (checks.py).
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import checks, formulas
+from .checks import Verdict
+from .comm import Communicator
+from .data import Batch, Data
+from .memory import Audit
+from .model import Model
+from .optim import Adam
+from .precision import Precision
+from .reference import Reference
+from .schemes import DP, SCHEMES, Scheme
+
+
+# What an audit lets pass. At rest: a handful of scalars. At the peak of a step: the interpreter's own objects
+# made in it, and once more what activations take (a gradient of activations while it is being made).
+AUDIT_RESIDENT_BYTES = 1024
+AUDIT_PEAK_BYTES = 32 * 1024
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run trains, and how much of it is checked.
+
+    steps : at most so many; None for as many as the data has.
+    check : compare schemes with data parallel. reference : replay the run on rank 0 alone, too.
+    """
+
+    model: Model
+    data: Data
+    precision: Precision
+    optimizer: Adam
+    init_seed: int = 0
+    steps: int | None = 10
+    check: bool = True
+    reference: bool = True
+    audit_memory: bool = False
+
+
+def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]]) -> dict[str, Any]:
+    """Train each of `schemes` and return the evidence, the same on every rank. Collective.
+
+    Returns
+    -------
+    dict that JSON can hold, with the keys "learning", "memory", "traffic", "audit" and "verdicts"; numbers
+    have their unit in the key's name. Lists called "ranks" have one entry for each rank.
+
+    Raises
+    ------
+    ValueError : the ranks do not share the settings; FloatingPointError : a loss is not finite.
+    """
+    trained = [
+        S(
+            settings.model,
+            comm,
+            precision=settings.precision,
+            optimizer=settings.optimizer,
+            init_seed=settings.init_seed,
+        )
+        for S in schemes
+    ]
+    lockstep = _Lockstep(comm, settings, trained)
+    for batches in itertools.islice(settings.data.global_batches(comm.size), settings.steps):
+        lockstep.step(batches)
+    learning = lockstep.learning()
+    memory = {s.key: _memory(s, lockstep.memory_faults.get(s.key, "")) for s in trained}
+    traffic = {s.key: _traffic(s, lockstep.traffic_faults.get(s.key, "")) for s in trained}
+    verdicts = _learning_verdicts(learning, settings) if settings.check else []
+    verdicts.append(_fault_verdict("memory", "bytes held", memory))
+    verdicts.append(_fault_verdict("traffic", "bytes sent", traffic))
+    result: dict[str, Any] = {"learning": learning, "memory": memory, "traffic": traffic}
+    if settings.audit_memory:
+        del lockstep, trained
+        result["audit"] = {S.key: _audit(comm, settings, S) for S in schemes}
+        verdicts.append(_fault_verdict("audit", "the allocator and the ledger", result["audit"]))
+    result["verdicts"] = [verdict._asdict() for verdict in verdicts]
+    return result
+
+
+class _Lockstep:
+    """Several schemes, stepped one after the other on the same batches, so the first parting step is known."""
+
+    def __init__(self, comm: Communicator, settings: Settings, trained: list[Scheme]) -> None:
+        self.comm, self.settings, self.trained = comm, settings, trained
+        self.losses: dict[str, list[float]] = {s.key: [] for s in trained}
+        self.partings: dict[str, dict[int, float]] = {s.key: {} for s in trained}
+        self.replica_steps: dict[str, list[int]] = {s.key: [] for s in trained}
+        self.reference_partings: dict[int, float] = {}
+        self.memory_faults: dict[str, str] = {}
+        self.traffic_faults: dict[str, str] = {}
+        self.steps = 0
+        self.partner = trained[0] if settings.check and type(trained[0]) is DP else None
+        self.reference = None
+        if self.partner is not None and settings.reference and comm.rank == 0:
+            self.reference = Reference(
+                settings.model, comm.size, settings.precision, settings.optimizer, settings.init_seed
+            )
+
+    def step(self, batches: Sequence[Batch]) -> None:
+        self.steps += 1
+        for scheme in self.trained:
+            self.losses[scheme.key].append(scheme.step(batches[self.comm.rank]))
+            claim = SCHEMES[type(scheme)]
+            for faults, fault in (
+                (self.memory_faults, checks.memory_fault(checks.memory_evidence(scheme, claim))),
+                (self.traffic_faults, checks.traffic_fault(checks.traffic_evidence(scheme, claim))),
+            ):
+                if fault and scheme.key not in faults:
+                    faults[scheme.key] = f"step {self.steps}: {fault}"
+        if self.partner is None:
+            return
+        for scheme in self.trained:
+            parting = checks.compare(scheme, self.partner)
+            if not parting.identical:
+                self.partings[scheme.key][self.steps] = max(parting.owned, parting.replica)
+            if not checks.replicas_agree(scheme):
+                self.replica_steps[scheme.key].append(self.steps)
+        if self.settings.reference:
+            self._replay(batches)
+
+    def _replay(self, batches: Sequence[Batch]) -> None:
+        scheme = self.trained[0]
+        theta = scheme.full_theta()
+        with self.comm.root_works():
+            if self.reference is not None and theta is not None:
+                loss = self.reference.step(batches)
+                identical, difference = checks.matches_reference(scheme, theta, self.reference.theta)
+                if not identical or loss != self.losses[scheme.key][-1]:
+                    self.reference_partings[self.steps] = difference
+
+    def learning(self) -> dict[str, Any]:
+        """Return the evidence of check one, gathered from all ranks. Collective."""
+        rows = self.comm.allgather_object(
+            {
+                "partings": {key: list(found.items()) for key, found in self.partings.items()},
+                "reference": list(self.reference_partings.items()),
+            }
+        )
+        schemes = {}
+        for scheme in self.trained:
+            found: dict[int, float] = {step: 0.0 for step in self.replica_steps[scheme.key]}
+            for row in rows:
+                for step, difference in row["partings"][scheme.key]:
+                    found[step] = max(found.get(step, 0.0), difference)
+            schemes[scheme.key] = {
+                "name": scheme.name,
+                "losses": self.losses[scheme.key],
+                "final_loss": self.losses[scheme.key][-1],
+                "theta_digest": checks.theta_digest(scheme),
+                **_parting_summary(found, self.steps, self.partner is not None),
+                "replicas_differ_steps": len(self.replica_steps[scheme.key]),
+            }
+        replay = None
+        if self.partner is not None and self.settings.reference:
+            replay = _parting_summary(dict(rows[0]["reference"]), self.steps, True)
+        return {"steps": self.steps, "schemes": schemes, "reference": replay}
+
+
+def _parting_summary(found: dict[int, float], steps: int, compared: bool) -> dict[str, Any]:
+    if not compared:
+        return {"identical_steps": None, "max_abs_difference": None, "first_difference_step": None}
+    largest = max(found.values(), default=0.0)
+    return {
+        "identical_steps": steps - len(found),
+        "max_abs_difference": largest if math.isfinite(largest) else "not finite",
+        "first_difference_step": min(found, default=None),
+    }
+
+
+def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Verdict]:
+    steps, schemes = learning["steps"], learning["schemes"]
+    parted = [
+        f"{row['name']} parts from data parallel in step {row['first_difference_step']}"
+        for row in schemes.values()
+        if row["identical_steps"] != steps
+    ]
+    same = f"{len(schemes)} schemes hold the same bits after each of {steps} steps, on every rank"
+    if len(schemes) == 1:
+        same = f"all ranks hold the same bits after each of {steps} steps"
+    verdicts = [Verdict("learning", not parted, "; ".join(parted) or same)]
+    if settings.reference:
+        replay = learning["reference"]
+        holds = replay["identical_steps"] == steps
+        says = f"the replay in one process, in the ring's order, gives the same bits in all {steps} steps"
+        if not holds:
+            says = (
+                f"the replay in one process parts from data parallel in step "
+                f"{replay['first_difference_step']}, by up to {replay['max_abs_difference']}"
+            )
+        verdicts.append(Verdict("reference", holds, says))
+    return verdicts
+
+
+def _memory(scheme: Scheme, fault: str) -> dict[str, Any]:
+    claim = SCHEMES[type(scheme)]
+    rows = scheme.comm.allgather_object({**checks.memory_evidence(scheme, claim), "fault": fault})
+    held = sum(sum(row["held_bytes"].values()) for row in rows)
+    items = checks.itemsizes(scheme)
+    return {
+        "name": scheme.name,
+        "formula": formulas.bytes_per_param_text(claim, items),
+        "formula_bytes_per_param": float(formulas.bytes_per_param(claim, items, scheme.comm.size)),
+        "mean_bytes_per_param": held / (scheme.comm.size * scheme.model.n_params),
+        "fault": _first_fault(scheme.name, rows),
+        "ranks": rows,
+    }
+
+
+def _traffic(scheme: Scheme, fault: str) -> dict[str, Any]:
+    claim = SCHEMES[type(scheme)]
+    rows = scheme.comm.allgather_object({**checks.traffic_evidence(scheme, claim), "fault": fault})
+    sent = sum(sum(row["sent_bytes"].values()) for row in rows)
+    expected = formulas.sent_bytes_all_ranks(
+        claim, scheme.model.units, checks.itemsizes(scheme), scheme.comm.size
+    )
+    summed = f"{scheme.name}: all ranks together sent {sent} B, formula {expected} B"
+    received = sum(row["received_bytes"] for row in rows)
+    lost = f"{scheme.name}: {sent} B sent, {received} B received"
+    return {
+        "name": scheme.name,
+        "formula": f"{formulas.traffic_units(claim, 2) * 2}(N-1)/N",
+        "formula_units": float(formulas.traffic_units(claim, scheme.comm.size)),
+        "mean_units": {
+            name: sum(row["sent_units"][name] for row in rows) / scheme.comm.size
+            for name in ("reduce-scatter", "all-gather")
+        },
+        "all_ranks_sent_bytes": sent,
+        "all_ranks_formula_bytes": expected,
+        "fault": _first_fault(scheme.name, rows)
+        or (summed if sent != expected else "")
+        or (lost if sent != received else ""),
+        "ranks": rows,
+    }
+
+
+def _audit(comm: Communicator, settings: Settings, S: type[Scheme]) -> dict[str, Any]:
+    """Train one scheme alone for two steps beside Python's allocator. Collective."""
+    batches = list(itertools.islice(settings.data.global_batches(comm.size), 2))
+    mine = [batch[comm.rank] for batch in batches]
+    audit = Audit()
+    scheme = S(
+        settings.model,
+        comm,
+        precision=settings.precision,
+        optimizer=settings.optimizer,
+        init_seed=settings.init_seed,
+    )
+    scheme.step(mine[0])
+    audit.restart_peak(scheme.ledger)
+    scheme.step(mine[-1])
+    finding = audit.finding(scheme.ledger)
+    peak_limit = AUDIT_PEAK_BYTES + scheme.ledger.transient_peaks().get("activations", 0)
+    fault = ""
+    if finding.resident_outside_bytes > AUDIT_RESIDENT_BYTES:
+        fault = f"{finding.resident_outside_bytes} B live outside the ledger, most at {finding.largest}"
+    elif finding.peak_outside_bytes > peak_limit:
+        fault = f"{finding.peak_outside_bytes} B more than the ledger's at the peak of a step"
+    rows = comm.allgather_object({**finding._asdict(), "fault": fault})
+    return {
+        "name": S.name,
+        "resident_limit_bytes": AUDIT_RESIDENT_BYTES,
+        "peak_limit_bytes": peak_limit,
+        "fault": _first_fault(S.name, rows),
+        "ranks": rows,
+    }
+
+
+def _first_fault(name: str, rows: list[dict[str, Any]]) -> str:
+    return next((f"{name}, rank {r}: {row['fault']}" for r, row in enumerate(rows) if row["fault"]), "")
+
+
+def _fault_verdict(check: str, what: str, schemes: dict[str, dict[str, Any]]) -> Verdict:
+    faults = [row["fault"] for row in schemes.values() if row["fault"]]
+    equal = f"{what} equal the formula on every rank, to the byte"
+    if check == "audit":
+        equal = "Python's allocator knows of nothing of the model's size outside the ledger"
+    return Verdict(check, not faults, "; ".join(faults) or equal)
