@@ -139,8 +139,10 @@ def _main(comm: Communicator, argv: Sequence[str]) -> int:
         with comm.together():
             args = parser().parse_args(argv)
             settings, said = _settings(args, comm.size)
-            target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
         comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
+        # Last, so that no other mistake can leave a file begun behind.
+        with comm.together():
+            target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
     except ValueError as error:
         if comm.rank == 0:
             report.complain(str(error))

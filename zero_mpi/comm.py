@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -108,7 +109,10 @@ class MPIMissing(RuntimeError):
 def load_mpi() -> Any:
     """Return `mpi4py.MPI`, or raise MPIMissing with what to install."""
     try:
-        from mpi4py import MPI
+        with warnings.catch_warnings():
+            # `launcher_mismatch` says it in one line, from one process.
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+            from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise MPIMissing(
             f"no MPI library could be loaded ({str(error).splitlines()[0]}): "

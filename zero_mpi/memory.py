@@ -6,7 +6,8 @@ Not for: predicting (formulas.py), nor for the memory of Python itself.
 import gc
 import tracemalloc
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,34 +131,55 @@ class AuditFinding(NamedTuple):
 class Audit:
     """Compare a ledger with Python's own allocator (tracemalloc, which sees numpy's buffers).
 
-    Start it before the scheme is built, call `restart_peak` before the steps to audit and `finding` after.
-    tracemalloc slows a process down; an audit is a run of its own.
+    Start it before the scheme is built, call `begin` before the step to audit, `checkpoint` at points within
+    it, and `finding` after. Between two checkpoints the peaks of both are compared, so an array that is
+    hidden where the step needs little memory is seen too. tracemalloc slows a process down; an audit is a run
+    of its own.
     """
 
     def __init__(self) -> None:
         gc.collect()
         tracemalloc.start(1)
-        self._start_bytes = 0
+        self._others_bytes = 0
+        self._peak_outside_bytes = 0
 
-    def restart_peak(self, ledger: Ledger) -> None:
-        """Forget peaks so far, of the allocator and of `ledger`; what is not numpy's is the new zero."""
+    def begin(self, ledger: Ledger) -> None:
+        """Start the peaks anew; what is alive and not numpy's is the zero they are compared from."""
         gc.collect()
+        self._others_bytes = tracemalloc.get_traced_memory()[0] - self._numpy_bytes()
+        self._peak_outside_bytes = 0
         ledger.reset_peaks()
         tracemalloc.reset_peak()
-        self._start_bytes = tracemalloc.get_traced_memory()[0] - self._numpy_bytes()
+
+    def checkpoint(self, ledger: Ledger) -> None:
+        """Compare the peaks since the last checkpoint, and start them anew."""
+        peak = tracemalloc.get_traced_memory()[1] - self._others_bytes
+        self._peak_outside_bytes = max(self._peak_outside_bytes, peak - ledger.total_peak_bytes)
+        ledger.reset_peaks()
+        tracemalloc.reset_peak()
+
+    def watch(self, scheme: Any, names: Sequence[str], ledger: Ledger) -> None:
+        """Make a checkpoint of the end of each call to the methods named."""
+        for name in names:
+
+            def watched(*args: Any, method: Callable = getattr(scheme, name)) -> Any:
+                result = method(*args)
+                self.checkpoint(ledger)
+                return result
+
+            setattr(scheme, name, watched)
 
     def finding(self, ledger: Ledger) -> AuditFinding:
         """Return the bytes alive and at the peak that the ledger does not know; end the audit.
 
-        The resident part is exact, from the allocations in numpy's own domain. The peak is one number for the
-        whole of Python, so interpreter objects made during the step are in it: some tens of KiB.
+        The resident part is exact, from the allocations in numpy's own domain. The peak is of all of Python,
+        so interpreter objects made during the step are in it: some tens of KiB.
         """
-        peak = tracemalloc.get_traced_memory()[1] - self._start_bytes
-        ledger_peak = ledger.total_peak_bytes
+        self.checkpoint(ledger)
         resident = self._numpy_bytes() - ledger.total_bytes
         largest = self._largest()
         tracemalloc.stop()
-        return AuditFinding(resident, max(0, peak - ledger_peak), largest)
+        return AuditFinding(resident, self._peak_outside_bytes, largest)
 
     @staticmethod
     def _snapshot() -> tracemalloc.Snapshot:
@@ -168,5 +190,7 @@ class Audit:
         return sum(trace.size for trace in self._snapshot().traces)
 
     def _largest(self) -> str:
-        lines = self._snapshot().statistics("lineno")
+        """Return where the most bytes were allocated that are not the ledger's own."""
+        elsewhere = self._snapshot().filter_traces([tracemalloc.Filter(False, __file__)])
+        lines = elsewhere.statistics("lineno")
         return str(lines[0]) if lines else "nothing"

@@ -42,6 +42,10 @@ class Adam:
             if not ok:
                 raise ValueError(f"{name}: expected {expected}, got {value}")
 
+    def scratch_numel(self, numel: int) -> int:
+        """Return how many float32 elements an update of `numel` elements works in."""
+        return 2 * min(PIECE, numel)
+
     def update(
         self,
         theta: np.ndarray,
@@ -49,6 +53,7 @@ class Adam:
         state: dict[str, np.ndarray],
         step: int,
         scale: float = 1.0,
+        scratch: np.ndarray | None = None,
     ) -> None:
         """Update `theta` and `state` in place.
 
@@ -58,6 +63,7 @@ class Adam:
         grad : shape (n,), any float dtype; read, widened to float32, and multiplied by `scale`.
         state : "m" and "v", float32, shape (n,).
         step : 1 for the first update.
+        scratch : float32, at least `scratch_numel(n)` elements, overwritten; None allocates it.
 
         Notes
         -----
@@ -70,12 +76,13 @@ class Adam:
         correction = np.sqrt(1 - self.beta2**step)
         rate = np.float32(self.lr * correction / (1 - self.beta1**step))
         eps = np.float32(self.eps * correction)
-        wide = np.empty(min(PIECE, theta.size), np.float32)
-        scratch = np.empty_like(wide)
+        if scratch is None:
+            scratch = np.empty(self.scratch_numel(theta.size), np.float32)
+        wide, other = np.split(scratch[: self.scratch_numel(theta.size)], 2)
         for start in range(0, theta.size, PIECE):
             piece = slice(start, start + PIECE)
             p, m, v = theta[piece], state["m"][piece], state["v"][piece]
-            g, t = wide[: p.size], scratch[: p.size]
+            g, t = wide[: p.size], other[: p.size]
             np.copyto(g, grad[piece], casting="unsafe")
             if scale != 1.0:
                 g *= np.float32(scale)

@@ -5,7 +5,7 @@ Not for: arguments (cli.py), printing (report.py) or judging a single rank (chec
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +13,19 @@ from . import checks, formulas
 from .checks import Verdict
 from .comm import Communicator
 from .data import Batch, Data
-from .memory import Audit
+from .memory import Audit, Ledger
 from .model import Model
 from .optim import Adam
 from .precision import Precision
 from .reference import Reference
+from .ring import Ring
 from .schemes import DP, SCHEMES, Scheme
 
 
 # What an audit lets pass. At rest: a handful of scalars. At the peak of a step: the interpreter's own objects
 # made in it, and once more what activations take (a gradient of activations while it is being made).
 AUDIT_RESIDENT_BYTES = 1024
-AUDIT_PEAK_BYTES = 32 * 1024
+AUDIT_PEAK_BYTES = 48 * 1024
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,21 @@ class Settings:
     optimizer: Adam
     init_seed: int = 0
     steps: int | None = 10
+    reducer: Callable[[Communicator, Ledger], Any] = Ring
     check: bool = True
     reference: bool = True
     audit_memory: bool = False
+
+    def build(self, S: type[Scheme], comm: Communicator) -> Scheme:
+        """Return a scheme with these settings. Collective."""
+        return S(
+            self.model,
+            comm,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            init_seed=self.init_seed,
+            reducer=self.reducer,
+        )
 
 
 def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]]) -> dict[str, Any]:
@@ -58,16 +71,7 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     ------
     ValueError : the ranks do not share the settings; FloatingPointError : a loss is not finite.
     """
-    trained = [
-        S(
-            settings.model,
-            comm,
-            precision=settings.precision,
-            optimizer=settings.optimizer,
-            init_seed=settings.init_seed,
-        )
-        for S in schemes
-    ]
+    trained = [settings.build(S, comm) for S in schemes]
     lockstep = _Lockstep(comm, settings, trained)
     for batches in itertools.islice(settings.data.global_batches(comm.size), settings.steps):
         lockstep.step(batches)
@@ -80,7 +84,9 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     result: dict[str, Any] = {"learning": learning, "memory": memory, "traffic": traffic}
     if settings.audit_memory:
         del lockstep, trained
-        result["audit"] = {S.key: _audit(comm, settings, S) for S in schemes}
+        result["audit"] = {
+            S.key: _audit(comm, settings, S, memory[S.key]["ranks"][comm.rank]) for S in schemes
+        }
         verdicts.append(_fault_verdict("audit", "the allocator and the ledger", result["audit"]))
     result["verdicts"] = [verdict._asdict() for verdict in verdicts]
     return result
@@ -242,23 +248,20 @@ def _traffic(scheme: Scheme, fault: str) -> dict[str, Any]:
     }
 
 
-def _audit(comm: Communicator, settings: Settings, S: type[Scheme]) -> dict[str, Any]:
-    """Train one scheme alone for two steps beside Python's allocator. Collective."""
+def _audit(
+    comm: Communicator, settings: Settings, S: type[Scheme], memory: dict[str, Any]
+) -> dict[str, Any]:
+    """Train one scheme alone for two steps beside Python's allocator, and audit the second. Collective."""
     batches = list(itertools.islice(settings.data.global_batches(comm.size), 2))
     mine = [batch[comm.rank] for batch in batches]
     audit = Audit()
-    scheme = S(
-        settings.model,
-        comm,
-        precision=settings.precision,
-        optimizer=settings.optimizer,
-        init_seed=settings.init_seed,
-    )
+    scheme = settings.build(S, comm)
     scheme.step(mine[0])
-    audit.restart_peak(scheme.ledger)
+    audit.watch(scheme, ("full_params", "grad_buffer", "grad_ready", "backward_done", "update"), scheme.ledger)
+    audit.begin(scheme.ledger)
     scheme.step(mine[-1])
     finding = audit.finding(scheme.ledger)
-    peak_limit = AUDIT_PEAK_BYTES + scheme.ledger.transient_peaks().get("activations", 0)
+    peak_limit = AUDIT_PEAK_BYTES + memory["transient_peak_by_kind_bytes"].get("activations", 0)
     fault = ""
     if finding.resident_outside_bytes > AUDIT_RESIDENT_BYTES:
         fault = f"{finding.resident_outside_bytes} B live outside the ledger, most at {finding.largest}"

@@ -271,7 +271,9 @@ class Scheme:
         params = self._beside_optimizer("params", u, self.params[u])
         grads = self._beside_optimizer("grads", u, self.grads[u])
         theta = state["master"] if self.precision.master else params
-        self.optimizer.update(theta, grads, state, self.steps_done, scale)
+        numel = self.optimizer.scratch_numel(theta.size)
+        scratch = self.ledger.empty("optimizer scratch", numel, np.dtype(np.float32))
+        self.optimizer.update(theta, grads, state, self.steps_done, scale, scratch)
         if theta is not params:
             convert(theta, params)
 

@@ -1,0 +1,188 @@
+"""What all tests share: one voice under mpiexec, a hook that ends a job whose rank fails alone, launched jobs."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+# Before numpy: ranks outnumber cores, and the bits of a product must not depend on a choice of threads.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import pytest  # noqa: E402
+from _pytest.config import create_terminal_writer  # noqa: E402
+
+from zero_mpi.comm import Communicator, launched_rank  # noqa: E402
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+DATA = Path(__file__).parent / "data"
+ROOT = Path(__file__).parents[1]
+
+# A rank that failed alone waits so long for the others to end the test, then ends the job.
+PATIENCE_S = 4.0
+
+
+class Ranks:
+    """Meets the other ranks after each MPI test."""
+
+    def __init__(self):
+        from mpi4py import MPI
+
+        self.MPI, self.world = MPI, MPI.COMM_WORLD.Dup()
+
+    def meet(self, failed):
+        """Return which ranks failed, or None if the others did not come in time and this rank failed."""
+        import numpy as np
+
+        mine, all_ranks = np.array([failed], np.uint8), np.empty(self.world.size, np.uint8)
+        request = self.world.Iallgather(mine, all_ranks)
+        deadline = time.monotonic() + PATIENCE_S
+        while not request.Test():
+            if failed and time.monotonic() > deadline:
+                return None
+            time.sleep(1e-3)
+        return [rank for rank, bad in enumerate(all_ranks) if bad]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--outcomes", metavar="FILE", help="rank 0 writes each test's outcome to FILE")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    config.ranks = Ranks() if config.getoption("--with-mpi") else None
+    config.outcomes = {}
+    if launched_rank() > 0:
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        reporter._tw = create_terminal_writer(config, open(os.devnull, "w"))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("launches") and item.config.ranks and item.config.ranks.world.size > 1:
+        pytest.skip("starts jobs of its own: runs in plain pytest")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    ranks = item.config.ranks
+    together = ranks and item.get_closest_marker("mpi") and call.when == "call" and ranks.world.size > 1
+    if together:
+        if report.failed:
+            sys.__stderr__.write(f"\nrank {ranks.world.rank}: {item.nodeid} failed:\n{report.longreprtext}\n")
+            sys.__stderr__.flush()
+        failed = ranks.meet(report.failed)
+        if failed is None:
+            sys.__stderr__.write(f"rank {ranks.world.rank} failed alone: ending the job\n")
+            sys.__stderr__.flush()
+            ranks.world.Abort(1)
+        if failed and not report.failed:
+            report.outcome = "failed"
+            report.longrepr = f"failed on rank {', '.join(map(str, failed))}; its own words are above"
+    if call.when == "call" or report.outcome != "passed":
+        item.config.outcomes[item.nodeid] = report.outcome
+
+
+def pytest_sessionfinish(session):
+    path = session.config.getoption("--outcomes")
+    if path and launched_rank() == 0:
+        lines = [f"{outcome} {nodeid}\n" for nodeid, outcome in session.config.outcomes.items()]
+        Path(path).write_text("".join(lines))
+
+
+@pytest.fixture
+def comm():
+    """Return a communicator over all ranks of the job, with messages of its own."""
+    communicator = Communicator()
+    yield communicator
+    communicator.free()
+
+
+@pytest.fixture
+def ranks_of(comm):
+    """Return a function: n -> a communicator of the first n ranks, None on the others."""
+    made = []
+
+    def first(n):
+        part = comm.split(0 if comm.rank < n else None)
+        if part is not None:
+            made.append(part)
+        return part
+
+    yield first
+    for part in made:
+        part.free()
+
+
+class Job:
+    """What a launched job printed and how it ended."""
+
+    def __init__(self, code, out, err, elapsed_s):
+        self.code, self.out, self.err, self.elapsed_s = code, out, err, elapsed_s
+
+    @property
+    def complaints(self):
+        """The lines in which zero_mpi says what is wrong."""
+        return [line for line in self.err.splitlines() if line.startswith("zero_mpi: error:")]
+
+
+def job_environment(**extra):
+    """Return an environment for mpiexec, free of what a surrounding job has set."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_COMM", "PMIX", "HYDI"))}
+    env.update(
+        # Harmless elsewhere: Open MPI refuses root, and more ranks than cores, without them.
+        OMPI_ALLOW_RUN_AS_ROOT="1",
+        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        PRTE_MCA_rmaps_default_mapping_policy=":oversubscribe",
+        OMPI_MCA_rmaps_base_oversubscribe="1",
+    )
+    env.update(extra)
+    return env
+
+
+def mpiexec():
+    """Return the mpiexec that belongs to this environment: beside its Python, or on the path."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def start(command, **env):
+    """Start `command` in a process group of its own."""
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        cwd=ROOT,
+        env=job_environment(**env),
+        start_new_session=True,
+    )
+
+
+def finish(process, timeout_s=90):
+    """Wait for `process`; on a timeout end its group, by id, and fail."""
+    began = time.monotonic()
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+        pytest.fail(f"hung for {timeout_s} s: {process.args}\n{out}\n{err}")
+    return Job(process.returncode, out, err, time.monotonic() - began)
+
+
+@pytest.fixture
+def launch():
+    """Return a function that runs `mpiexec -n N python ARGS` and returns the Job."""
+
+    def run(n, *args, timeout_s=90, **env):
+        command = [mpiexec(), "-n", str(n), sys.executable, *map(str, args)]
+        return finish(start(command, **env), timeout_s)
+
+    return run

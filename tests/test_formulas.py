@@ -1,0 +1,98 @@
+"""Formulas: the numbers of the paper and of the small cases, and the sums that must hold for every size."""
+
+from fractions import Fraction
+
+import pytest
+
+from zero_mpi import formulas
+from zero_mpi.formulas import DP, ZERO1, ZERO2, ZERO3, Itemsizes
+
+MIXED = Itemsizes(params=2, grads=2, optimizer=12, reduce=4, gather=4)
+FP32 = Itemsizes(params=4, grads=4, optimizer=8, reduce=4, gather=4)
+HALF_WIRE = Itemsizes(params=2, grads=2, optimizer=12, reduce=2, gather=2)
+CLAIMS = [DP, ZERO1, ZERO2, ZERO3]
+M = (40, 18)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 32])
+def test_bytes_per_param_are_the_papers(size):
+    expected = [16, 4 + Fraction(12, size), 2 + Fraction(14, size), Fraction(16, size)]
+    assert [formulas.bytes_per_param(claim, MIXED, size) for claim in CLAIMS] == expected
+
+
+def test_closed_forms_read_as_in_the_paper():
+    assert [formulas.bytes_per_param_text(c, MIXED) for c in CLAIMS] == [
+        "16",
+        "4 + 12/N",
+        "2 + 14/N",
+        "16/N",
+    ]
+    assert [formulas.bytes_per_param_text(c, FP32) for c in CLAIMS] == ["16", "8 + 8/N", "4 + 12/N", "16/N"]
+
+
+def test_case_memory_of_the_small_mlp():
+    def held(claim):
+        return [sum(formulas.resident_bytes(claim, M, MIXED, 3, r).values()) for r in range(3)]
+
+    assert [held(claim) for claim in CLAIMS] == [
+        [928, 928, 928],
+        [472, 460, 460],
+        [396, 382, 382],
+        [320, 304, 304],
+    ]
+
+
+def test_case_traffic_of_the_small_mlp():
+    totals = [formulas.sent_bytes_all_ranks(claim, M, HALF_WIRE, 3) for claim in CLAIMS]
+    assert totals == [464, 464, 464, 696]
+
+
+@pytest.mark.parametrize("units", [M, (1,), (2, 3, 1), (8320, 16512, 8256)])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8, 16, 32])
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_ranks_together_send_exactly_n_minus_one_vectors(claim, size, units):
+    ranks = [formulas.sent_bytes(claim, units, MIXED, size, r) for r in range(size)]
+    total = sum(sum(sent.values()) for sent in ranks)
+    assert total == formulas.sent_bytes_all_ranks(claim, units, MIXED, size)
+    assert Fraction(total, size * sum(units) * 4) == formulas.traffic_units(claim, size)
+    held = [formulas.resident_bytes(claim, units, MIXED, size, r) for r in range(size)]
+    mean = Fraction(sum(sum(h.values()) for h in held), size * sum(units))
+    assert mean == formulas.bytes_per_param(claim, MIXED, size)
+
+
+@pytest.mark.parametrize(
+    "size, expected",
+    [
+        (2, ["1.0000", "1.5000"]),
+        (4, ["1.5000", "2.2500"]),
+        (8, ["1.7500", "2.6250"]),
+        (16, ["1.8750", "2.8125"]),
+        (32, ["1.9375", "2.9062"]),
+    ],
+)
+def test_traffic_units_are_the_specs_table(size, expected):
+    assert [f"{float(formulas.traffic_units(c, size)):.4f}" for c in (DP, ZERO3)] == expected
+    assert formulas.traffic_units(ZERO1, size) == formulas.traffic_units(ZERO2, size)
+    assert formulas.traffic_units(DP, size) < 2 and formulas.traffic_units(ZERO3, size) < 3
+
+
+def test_messages_are_n_minus_one_a_collective_unless_cut():
+    assert formulas.sent_messages(ZERO3, M, MIXED, 3, 0, 2**30) == 3 * 2 * 2
+    # Rank 0 of 3 at 20 B a message: reduce-scatter sends 13 + 13 of 40 and 6 + 6 of 18 elements of 4 B.
+    assert formulas.sent_messages(ZERO2, M, MIXED, 3, 0, 20) == (3 + 3 + 2 + 2) + (3 + 3 + 2 + 2)
+
+
+# ZeRO paper (arXiv 1910.02054 v3), Figure 1 and Table 1: GB a device, printed rounded or truncated.
+@pytest.mark.parametrize(
+    "n_params, size, printed, place",
+    [
+        (7.5e9, 64, [120, 31.4, 16.6, 1.88], [1, 0.1, 0.1, 0.01]),
+        (7.5e9, 4, [120, 52.5, 41.3, 30], [1, 0.1, 0.1, 1]),
+        (128e9, 64, [2048, 536, 284, 32], [1, 1, 1, 1]),
+        (1e12, 1024, [16000, 4011, 2013, 15.6], [1, 1, 1, 0.1]),
+    ],
+)
+def test_bytes_per_param_give_the_papers_table(n_params, size, printed, place):
+    for claim, value, unit in zip(CLAIMS, printed, place, strict=True):
+        predicted = float(formulas.bytes_per_param(claim, MIXED, size)) * n_params / 1e9
+        assert abs(predicted - value) < unit

@@ -1,0 +1,127 @@
+"""The house: imports go one way, scheme files stay small, one file talks to MPI."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import zero_mpi
+
+PACKAGE = Path(zero_mpi.__file__).parent
+
+# What each module may import of ours. A line added here is a wall taken down: think twice.
+ALLOWED = {
+    "__init__": set(),
+    "__main__": {"cli"},
+    "layout": set(),
+    "formulas": set(),
+    "memory": set(),
+    "comm": set(),
+    "precision": set(),
+    "optim": set(),
+    "data": set(),
+    "digest": set(),
+    "model.protocol": set(),
+    "model.mlp": set(),
+    "model.__init__": {"model.mlp", "model.protocol"},
+    "ring": {"comm", "layout", "memory"},
+    "engine": {"comm", "data", "schemes.base"},
+    "schemes.base": {"comm", "data", "engine", "layout", "memory", "model", "optim", "precision", "ring"},
+    "schemes.dp": {"schemes.base"},
+    "schemes.zero1": {"schemes.base"},
+    "schemes.zero2": {"schemes.base"},
+    "schemes.zero3": {"schemes.base"},
+    "schemes.__init__": {
+        "formulas",
+        "schemes.base",
+        "schemes.dp",
+        "schemes.zero1",
+        "schemes.zero2",
+        "schemes.zero3",
+    },
+    "reference": {"data", "memory", "model", "optim", "precision"},
+    "checks": {"digest", "formulas", "precision", "schemes"},
+    "run": {
+        "checks",
+        "comm",
+        "data",
+        "formulas",
+        "memory",
+        "model",
+        "optim",
+        "precision",
+        "reference",
+        "ring",
+        "schemes",
+    },
+    "report": set(),
+    "cli": {"__init__", "comm", "data", "model", "optim", "precision", "report", "run", "schemes"},
+}
+
+
+def modules():
+    return {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")
+    }
+
+
+def imports_of_ours(name, path):
+    """Return our modules that `path` imports, anywhere in it."""
+    here = name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[: len(here) - node.level + 1]
+            if node.module:
+                found.add(".".join([*base, node.module]))
+            else:
+                for alias in node.names:
+                    target = ".".join([*base, alias.name])
+                    known = target in modules() or f"{target}.__init__" in modules()
+                    found.add(target if known else ".".join([*base, "__init__"]))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+            assert not any(n.split(".")[0] == "zero_mpi" for n in names), "imports of ours are relative"
+    return found
+
+
+def test_every_module_has_its_place():
+    assert set(modules()) == set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_imports_go_one_way(name):
+    assert imports_of_ours(name, modules()[name]) <= ALLOWED[name]
+
+
+def test_the_engine_knows_schemes_by_name_only():
+    source = modules()["engine"].read_text()
+    assert "if TYPE_CHECKING:\n    from .schemes.base import Scheme" in source
+
+
+def test_only_comm_talks_to_mpi():
+    talkers = [name for name, path in modules().items() if "import MPI" in path.read_text()]
+    assert talkers == ["comm"]
+
+
+@pytest.mark.parametrize("name", ["dp", "zero1", "zero2", "zero3"])
+def test_a_scheme_file_is_its_row_of_the_table(name):
+    source = modules()[f"schemes.{name}"].read_text()
+    assert len(source.splitlines()) <= 60
+    tree = ast.parse(source)
+    (cls,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    methods = [node.name for node in cls.body if isinstance(node, ast.FunctionDef)]
+    assert methods == ["full_params", "release_params", "grad_ready", "backward_done", "update"]
+    assert [base.id for base in cls.bases] == ["Scheme"]
+    assert not any(isinstance(node, (ast.If, ast.IfExp, ast.Try)) for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_every_module_says_what_it_is_not_for(name):
+    doc = ast.get_docstring(ast.parse(modules()[name].read_text()))
+    assert doc and "Not for:" in doc
+
+
+def test_the_package_never_asserts():
+    for path in modules().values():
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(path.read_text()))), path

@@ -1,0 +1,288 @@
+"""The four schemes over threads: same bits as each other and as the oracle, bands and bytes to the byte."""
+
+import numpy as np
+import pytest
+from models import Prepared, TinyUnits
+from threadworld import run_ranks
+
+from zero_mpi import checks, formulas
+from zero_mpi.data import SeedStream
+from zero_mpi.model import MLP
+from zero_mpi.optim import Adam
+from zero_mpi.precision import Precision
+from zero_mpi.run import Settings, run
+from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO2, ZeRO3
+
+WIRES = [
+    ("fp32", "float32", "float32"),
+    ("fp32", "float64", "float64"),
+    ("fp32", "float16", "float32"),
+    ("fp32", "bfloat16", "float32"),
+    ("mixed", "float32", "float32"),
+    ("mixed", "float16", "float16"),
+    ("mixed", "bfloat16", "float64"),
+    ("bf16", "float32", "float32"),
+    ("bf16", "bfloat16", "bfloat16"),
+]
+M = MLP((7, 5, 3))
+
+
+def settings(model=M, precision="mixed", reduce="float32", gather="float32", **options):
+    n_in, n_out = (model.dims[0], model.dims[-1]) if isinstance(model, MLP) else (4, 4)
+    defaults = dict(
+        model=model,
+        data=SeedStream(7, 4, n_in, n_out),
+        precision=Precision.named(precision, reduce, gather),
+        optimizer=Adam(),
+        steps=5,
+    )
+    return Settings(**{**defaults, **options})
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=" ".join)
+@pytest.mark.parametrize("model", [M, TinyUnits()], ids=["mlp", "tiny"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_schemes_and_oracle_agree_to_the_bit_and_bytes_to_the_byte(size, model, wire):
+    results = run_ranks(size, lambda comm: run(comm, settings(model, *wire), list(SCHEMES)))
+    assert all(result == results[0] for result in results)
+    assert [v["check"] for v in results[0]["verdicts"]] == ["learning", "reference", "memory", "traffic"]
+    assert all(v["holds"] for v in results[0]["verdicts"]), results[0]["verdicts"]
+    digests = {row["theta_digest"] for row in results[0]["learning"]["schemes"].values()}
+    assert len(digests) == 1
+
+
+def test_the_weights_move_and_the_loss_falls():
+    result = run_ranks(3, lambda comm: run(comm, settings(steps=60), list(SCHEMES)))[0]
+    losses = result["learning"]["schemes"]["zero3"]["losses"]
+    assert len(losses) == 60 and np.mean(losses[-10:]) < 0.8 * np.mean(losses[:10])
+
+
+# The smallest forms of known faults, with their right answers (M is the MLP 7, 5, 3).
+
+
+def test_case_memory_of_the_small_mlp():
+    def held(S):
+        def work(comm):
+            scheme = S(M, comm)
+            return scheme.ledger.resident_bytes
+
+        return run_ranks(3, work)
+
+    assert [held(S) for S in SCHEMES] == [
+        [928, 928, 928],
+        [472, 460, 460],
+        [396, 382, 382],
+        [320, 304, 304],
+    ]
+
+
+def test_case_traffic_of_the_small_mlp():
+    precision = Precision.named("mixed", "float16", "float16")
+    x, y = np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)
+
+    def sent(S):
+        def work(comm):
+            scheme = S(M, comm, precision=precision)
+            scheme.step((x, y))
+            return scheme.bytes_comm_per_rank()
+
+        return sum(run_ranks(3, work))
+
+    assert [sent(S) for S in SCHEMES] == [464, 464, 464, 696]
+
+
+@pytest.mark.parametrize("S", SCHEMES)
+@pytest.mark.parametrize("size, numel", [(1, 1), (4, 2), (4, 1)])
+def test_case_extremes_train_and_move_exactly_n_minus_one_vectors(S, size, numel):
+    x = np.full((1, numel), 3, np.float32)
+
+    def work(comm):
+        scheme = S(Prepared(numel), comm, precision="fp32")
+        for _ in range(3):
+            scheme.step((x, x))
+        by_name = {
+            name: scheme.step_traffic.total(traffic="model", collective=name).sent_bytes
+            for name in ("reduce-scatter", "all-gather")
+        }
+        return scheme.full_theta(), by_name
+
+    results = run_ranks(size, work)
+    theta = results[0][0]
+    # Adam's first steps on a constant gradient are lr each.
+    np.testing.assert_allclose(theta, -0.03, rtol=1e-5)
+    collectives = {"reduce-scatter": 1, "all-gather": 2 if S is ZeRO3 else 1}
+    for name, times in collectives.items():
+        assert sum(r[1][name] for r in results) == times * (size - 1) * numel * 4
+    assert all(r[0] is None for r in results[1:])
+
+
+@pytest.mark.parametrize("S", SCHEMES)
+@pytest.mark.parametrize("precision", ["fp32", "mixed", "bf16"])
+def test_the_owned_gradient_is_the_mean_over_ranks(S, precision):
+    numel = 10
+
+    def work(comm):
+        scheme = S(Prepared(numel), comm, precision=precision)
+        x = np.outer([1, 2], np.arange(numel)).astype(np.float32) * (comm.rank + 1)
+        scheme.step((x, x))
+        owned = {name: (lo, hi, array.astype(np.float32)) for name, lo, hi, array in scheme.owned(0)}
+        return owned["grads"], owned["m"]
+
+    results = run_ranks(4, work)
+    # Rows add up to 3 i (rank + 1), whose mean over four ranks is 7.5 i, exact in every dtype.
+    mean = 7.5 * np.arange(numel)
+    assert [r[0][:2] for r in results] == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert np.array_equal(np.concatenate([r[0][2] for r in results]), mean)
+    np.testing.assert_allclose(np.concatenate([r[1][2] for r in results]), 0.1 * mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize("S", SCHEMES)
+def test_each_element_is_owned_once_in_every_scheme(S):
+    def work(comm):
+        scheme = S(M, comm)
+        return [[(name, lo, hi, array.size) for name, lo, hi, array in scheme.owned(u)] for u in scheme.units]
+
+    for u, numel in enumerate(M.units):
+        rows = [result[u] for result in run_ranks(3, work)]
+        assert [row[0] for row in rows[0]] == ["params", "grads", "master", "m", "v"]
+        for band in range(5):
+            edges = [(row[band][1], row[band][2]) for row in rows]
+            assert edges[0][0] == 0 and edges[-1][1] == numel
+            assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+            assert all(row[band][3] == hi - lo for row, (lo, hi) in zip(rows, edges, strict=True))
+
+
+@pytest.mark.parametrize("S", SCHEMES)
+@pytest.mark.parametrize("precision", ["mixed", "bf16", "fp32"])
+def test_bands_are_the_formula_from_construction_on_and_while_a_step_runs(S, precision):
+    seen = []
+
+    class Watched(S):
+        def backward_done(self):
+            seen.append((self.comm.rank, self.ledger.resident_bytes, self.bytes_per_param()))
+            super().backward_done()
+
+        def update(self, scale):
+            seen.append((self.comm.rank, self.ledger.resident_bytes, self.bytes_per_param()))
+            super().update(scale)
+
+    def work(comm):
+        scheme = Watched(M, comm, precision=precision)
+        items = checks.itemsizes(scheme)
+        expected = sum(formulas.resident_bytes(SCHEMES[S], M.units, items, comm.size, comm.rank).values())
+        seen.append((comm.rank, scheme.ledger.resident_bytes, scheme.bytes_per_param()))
+        scheme.step((np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)))
+        seen.append((comm.rank, scheme.ledger.resident_bytes, scheme.bytes_per_param()))
+        assert scheme.ledger.transient_bytes == 0
+        return expected
+
+    expected = run_ranks(3, work)
+    assert len(seen) == 12
+    assert all(held == expected[rank] and per == held / 58 for rank, held, per in seen)
+
+
+def test_gathered_units_live_one_at_a_time():
+    def work(comm):
+        scheme = ZeRO3(MLP((20, 30, 30, 20)), comm)
+        scheme.step((np.ones((2, 20), np.float32), np.ones((2, 20), np.float32)))
+        return scheme.ledger.transient_peaks()
+
+    for peaks in run_ranks(3, work):
+        assert peaks["gathered unit"] == 4 * (30 * 30 + 30)
+        assert peaks["unit gradient"] == 4 * (30 * 30 + 30)
+
+
+def test_zero2_holds_one_units_gradient_at_a_time():
+    def work(comm):
+        scheme = ZeRO2(MLP((20, 30, 30, 20)), comm)
+        scheme.step((np.ones((2, 20), np.float32), np.ones((2, 20), np.float32)))
+        return scheme.ledger.transient_peaks()["unit gradient"]
+
+    assert run_ranks(3, work) == [4 * (30 * 30 + 30)] * 3
+
+
+@pytest.mark.parametrize("S", SCHEMES)
+def test_traffic_is_counted_by_phase_unit_and_peer(S):
+    def work(comm):
+        scheme = S(M, comm, precision="fp32")
+        scheme.step((np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)))
+        traffic = scheme.step_traffic
+        phases = {
+            phase: traffic.total(traffic="model", phase=phase).sent_bytes
+            for phase in ("forward", "backward", "update", "loss")
+        }
+        units = [traffic.total(traffic="model", unit=u).sent_bytes for u in range(2)]
+        right = traffic.total(traffic="model", peer=(comm.rank + 1) % 3)
+        left = traffic.total(traffic="model", peer=(comm.rank - 1) % 3)
+        return phases, units, right, left, traffic.total(traffic="control").sent_bytes
+
+    for rank, (phases, units, right, left, control) in enumerate(run_ranks(3, work)):
+        scatter = 4 * sum(formulas.reduce_scatter_sent(n, 3, rank) for n in M.units)
+        gather = 4 * sum(formulas.all_gather_sent(n, 3, rank) for n in M.units)
+        expected = {
+            DP: (0, scatter + gather, 0),
+            ZeRO1: (0, scatter, gather),
+            ZeRO2: (0, scatter, gather),
+            ZeRO3: (gather, gather + scatter, 0),
+        }[S]
+        assert (phases["forward"], phases["backward"], phases["update"]) == expected
+        assert phases["loss"] == 0
+        assert sum(units) == sum(expected)
+        assert right.sent_bytes == sum(expected) and right.received_bytes == 0
+        assert left.received_bytes > 0 and left.sent_bytes == 0
+        assert control == 2 * 8
+
+
+@pytest.mark.parametrize("S", SCHEMES)
+def test_ranks_with_other_settings_all_raise_the_same(S):
+    def work(comm):
+        with pytest.raises(ValueError) as caught:
+            S(M, comm, optimizer=Adam(lr=0.1 if comm.rank == 2 else 0.2))
+        return str(caught.value)
+
+    messages = run_ranks(3, work)
+    assert len(set(messages)) == 1
+    assert messages[0].startswith("optimizer: expected the same on every rank") and "rank 2" in messages[0]
+
+
+def test_ranks_with_other_initial_weights_all_raise_the_same():
+    def work(comm):
+        with pytest.raises(ValueError, match="^initial weights: expected the same on every rank.*rank 1") as c:
+            ZeRO3(M, comm, init_seed=1 if comm.rank == 1 else 0)
+        return str(c.value)
+
+    assert len(set(run_ranks(3, work))) == 1
+
+
+def test_a_model_that_fails_on_one_rank_fails_on_all():
+    class Broken(MLP):
+        def init(self, seed):
+            raise ValueError("no weights here")
+
+    def work(comm):
+        with pytest.raises(ValueError, match="no weights here"):
+            ZeRO1((Broken if comm.rank == 1 else MLP)((7, 5, 3)), comm)
+
+    run_ranks(3, work)
+
+
+def test_a_loss_that_is_not_finite_is_named_on_every_rank():
+    def work(comm):
+        scheme = ZeRO2(M, comm)
+        x = np.ones((2, 7), np.float32)
+        if comm.rank == 2:
+            x[1, 3] = np.nan
+        with pytest.raises(FloatingPointError) as caught:
+            scheme.step((x, np.ones((2, 3), np.float32)))
+        return str(caught.value)
+
+    messages = set(run_ranks(3, work))
+    assert messages == {"loss: expected a finite number, got nan on rank 2 in step 1 of ZeRO-2"}
+
+
+def test_full_theta_is_in_unit_order_and_on_rank_0_alone():
+    expected = np.concatenate(list(M.init(0)))
+    for S in SCHEMES:
+        thetas = run_ranks(3, lambda comm, S=S: S(M, comm).full_theta())
+        assert np.array_equal(thetas[0], expected) and thetas[0].dtype == np.float32
+        assert thetas[1] is None and thetas[2] is None

@@ -1,0 +1,76 @@
+"""Ranks as threads: a transport made of queues, so rings and schemes run without mpiexec.
+
+Not for: what MPI itself does; that is tested under mpiexec.
+"""
+
+import queue
+import threading
+import time
+
+from zero_mpi.comm import Communicator
+
+
+class ThreadTransport:
+    def __init__(self, rank, size, boxes, broken):
+        self.rank, self.size, self._boxes, self._broken = rank, size, boxes, broken
+
+    def exchange(self, send, dest, tag, receive, source):
+        if dest is not None:
+            self._boxes[self.rank, dest].put((tag, send.copy()))
+        if source is None:
+            return -1, 0
+        came_tag, came = self._take(self._boxes[source, self.rank])
+        fits = min(came.nbytes, receive.nbytes)
+        receive[:fits] = came[:fits]
+        return came_tag, came.nbytes
+
+    def _take(self, box):
+        deadline = time.monotonic() + 30
+        while not self._broken.is_set() and time.monotonic() < deadline:
+            try:
+                return box.get(timeout=0.05)
+            except queue.Empty:
+                pass
+        raise ConnectionError("another rank failed, or nothing came for 30 s")
+
+    def wait_for(self, source):
+        pass
+
+    def duplicate(self):
+        return self
+
+    def split(self, color, key):
+        raise NotImplementedError("tested under mpiexec")
+
+    def free(self):
+        pass
+
+    def abort(self, code):
+        self._broken.set()
+
+    def describe(self):
+        return "threads"
+
+
+def run_ranks(size, function, **options):
+    """Run `function(comm)` on `size` threads; return the results in rank order, or raise the first error."""
+    boxes = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+    broken = threading.Event()
+    results, errors = [None] * size, []
+
+    def work(rank):
+        try:
+            results[rank] = function(Communicator(ThreadTransport(rank, size, boxes, broken), **options))
+        except BaseException as error:
+            errors.append(error)
+            broken.set()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first = [e for e in errors if not isinstance(e, ConnectionError)] or errors
+    if first:
+        raise first[0]
+    return results
