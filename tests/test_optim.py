@@ -40,6 +40,14 @@ def test_adam_follows_the_textbook():
     np.testing.assert_allclose(run(theta, grads)[0], textbook(theta, grads), rtol=0, atol=2e-6)
 
 
+def test_the_first_steps_from_zero_have_six_digits():
+    # 1 - float32(0.999) instead of float32(1 - 0.999) is wrong in the fifth.
+    _, grads = problem(1000, steps=3)
+    zero = np.zeros(1000, np.float32)
+    for t in (1, 2, 3):
+        np.testing.assert_allclose(run(zero, grads[:t])[0], textbook(zero, grads[:t]), rtol=2e-6, atol=1e-8)
+
+
 def test_cutting_a_vector_changes_no_bit():
     theta, grads = problem(PIECE + 77)
     whole, state = run(theta, grads, ())

@@ -25,7 +25,7 @@ HOLDS, FAILS, MISTAKE = 0, 1, 2
 EXAMPLES = """\
 examples:
   mpiexec -n 8 python -m zero_mpi --scheme all
-  mpiexec -n 4 python -m zero_mpi --scheme zero3 --dims 512,1024,512 --json out.json
+  mpiexec -n 4 python -m zero_mpi --scheme zero3 --dims 99,50,9 --json out.json
   mpiexec -n 4 python -m zero_mpi --data digits.npz --dims 64,128,10 --epochs 3
 """
 

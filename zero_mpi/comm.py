@@ -46,30 +46,29 @@ class Count(NamedTuple):
     received_bytes: int = 0
     received_messages: int = 0
 
-    def __add__(self, other: tuple) -> "Count":
-        return Count(*map(int.__add__, self, other))
-
 
 class Traffic:
     """What one rank has sent and received, by label."""
 
     def __init__(self) -> None:
-        self.counts: dict[Label, Count] = {}
+        # Plain lists in the order of Count's fields: they are added to at every message.
+        self._counts: dict[Label, list[int]] = {}
 
-    def add(self, label: Label, count: Count) -> None:
-        """Add `count` under `label`."""
-        self.counts[label] = self.counts.get(label, Count()) + count
+    def count(self, label: Label) -> list[int]:
+        """Return the five numbers under `label`, to be added to in place."""
+        return self._counts.setdefault(label, [0] * len(Count._fields))
 
     def total(self, **where: Any) -> Count:
         """Return the sum over all labels whose fields have the values given.
 
         Example: ``traffic.total(traffic="model", collective="all-gather").sent_bytes``.
         """
-        total = Count()
-        for label, count in self.counts.items():
-            if all(getattr(label, field) == value for field, value in where.items()):
-                total = total + count
-        return total
+        chosen = [
+            count
+            for label, count in self._counts.items()
+            if all(getattr(label, field) == value for field, value in where.items())
+        ]
+        return Count(*map(sum, zip(*chosen, strict=True))) if chosen else Count()
 
 
 class Transport(Protocol):
@@ -162,13 +161,12 @@ class MPITransport:
         MPI, status = self._MPI, self._status
         to = MPI.PROC_NULL if dest is None else dest
         of = MPI.PROC_NULL if source is None else source
+        outgoing, incoming = [_plain(send), MPI.BYTE], [_plain(receive), MPI.BYTE]
         try:
             if self._crowded:
-                self._exchange_patiently(send, to, tag, receive, of)
+                self._exchange_patiently(outgoing, to, tag, incoming, of)
             else:
-                self._comm.Sendrecv(
-                    [send, MPI.BYTE], to, tag, [receive, MPI.BYTE], of, MPI.ANY_TAG, status
-                )
+                self._comm.Sendrecv(outgoing, to, tag, incoming, of, MPI.ANY_TAG, status)
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
@@ -176,28 +174,21 @@ class MPITransport:
             return status.Get_tag(), receive.nbytes + 1
         return status.Get_tag(), status.Get_count(MPI.BYTE)
 
-    def _exchange_patiently(
-        self, send: np.ndarray, to: int, tag: int, receive: np.ndarray, of: int
-    ) -> None:
-        """Exchange without keeping the core busy for long: ranks that outnumber cores starve each other.
+    def _exchange_patiently(self, outgoing: list, to: int, tag: int, incoming: list, of: int) -> None:
+        """Exchange without keeping the core busy: ranks that outnumber cores starve each other.
 
         A blocking wait spins inside MPI, and some launchers put each rank into a scheduling group of its own,
         where even yielding does not help: 32 ranks on 2 cores then compute 15 times slower.
         """
-        MPI = self._MPI
-        requests = [
-            self._comm.Irecv([receive, MPI.BYTE], of, MPI.ANY_TAG),
-            self._comm.Isend([send, MPI.BYTE], to, tag),
-        ]
-        statuses = [self._status, MPI.Status()]
-        give_up_spinning = time.perf_counter() + 2e-4
-        pause_s = 2e-5
-        while not MPI.Request.Testall(requests, statuses):
-            if time.perf_counter() < give_up_spinning:
-                os.sched_yield()
-            else:
-                time.sleep(pause_s)
-                pause_s = min(1.5 * pause_s, 1e-3)
+        receiving = self._comm.Irecv(incoming, of, self._MPI.ANY_TAG)
+        sending = self._comm.Isend(outgoing, to, tag)
+        pause_s = 1e-6
+        while not receiving.Test(self._status):
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 1e-3)
+        while not sending.Test():
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 1e-3)
 
     def wait_for(self, source: int) -> None:
         while not self._comm.Iprobe(source, self._MPI.ANY_TAG):
@@ -231,6 +222,11 @@ class MPITransport:
         return bool(crowded)
 
 
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Return `array` as a buffer that MPI takes: bfloat16 is no type of Python's buffer protocol."""
+    return array.view(np.uint8) if array.dtype.kind == "V" else array
+
+
 class Communicator:
     """Ranks that exchange messages, each of which is counted.
 
@@ -259,7 +255,8 @@ class Communicator:
         self.traffic = Traffic()
         self._kind = "model"
         self._collective = "point-to-point"
-        self._order = 0
+        self._tag = 0
+        self._open: dict[int, list[int]] | None = None
 
     # The one place where bytes go out, come in and are counted.
 
@@ -278,60 +275,81 @@ class Communicator:
         ValueError : an array that is not C-contiguous, or a receive buffer that is read-only.
         RuntimeError : what came is not what was expected: ranks are not at the same collective.
         """
-        outgoing = self._bytes_of("send", send)
-        incoming = self._bytes_of("receive", receive)
-        if not receive.flags.writeable:
-            raise ValueError(
-                f"receive: expected a writable buffer, got a read-only array (rank {self.rank})"
-            )
-        out_bytes = outgoing.nbytes if dest is not None else 0
-        in_bytes = incoming.nbytes if source is not None else 0
-        limit = self.max_message_bytes
-        out_messages = max(1, -(-out_bytes // limit)) if dest is not None else 0
-        in_messages = max(1, -(-in_bytes // limit)) if source is not None else 0
-        tag = self._order
-        for piece in range(max(out_messages, in_messages)):
-            part = slice(piece * limit, (piece + 1) * limit)
-            source_now = source if piece < in_messages else None
-            came_tag, came_bytes = self.transport.exchange(
-                outgoing[part],
-                dest if piece < out_messages else None,
-                tag,
-                incoming[part],
-                source_now,
-            )
-            if source_now is not None and (came_tag, came_bytes) != (tag, incoming[part].nbytes):
-                self._refuse(source_now, came_tag, came_bytes, incoming[part].nbytes)
+        if not (send.flags.c_contiguous and receive.flags.c_contiguous and receive.flags.writeable):
+            self._refuse_buffers(send, receive)
+        out_bytes = send.nbytes if dest is not None else 0
+        in_bytes = receive.nbytes if source is not None else 0
+        if out_bytes <= self.max_message_bytes and in_bytes <= self.max_message_bytes:
+            came = self.transport.exchange(send, dest, self._tag, receive, source)
+            if source is not None and came != (self._tag, in_bytes):
+                self._refuse_message(source, *came, in_bytes)
+            out_messages = in_messages = 1
+        else:
+            out_messages, in_messages = self._exchange_in_pieces(send, dest, receive, source)
         if dest is not None:
-            self.traffic.add(self._label(dest), Count(out_bytes, out_messages, send.size))
+            count = self._count(dest)
+            count[0] += out_bytes
+            count[1] += out_messages
+            count[2] += send.size
         if source is not None:
-            self.traffic.add(self._label(source), Count(0, 0, 0, in_bytes, in_messages))
+            count = self._count(source)
+            count[3] += in_bytes
+            count[4] += in_messages
+
+    def _exchange_in_pieces(
+        self, send: np.ndarray, dest: int | None, receive: np.ndarray, source: int | None
+    ) -> tuple[int, int]:
+        """Exchange in messages of at most `max_message_bytes`; return how many were sent and received."""
+        limit = self.max_message_bytes
+        outgoing, incoming = (array.reshape(-1).view(np.uint8) for array in (send, receive))
+        out_messages = max(1, -(-outgoing.nbytes // limit)) if dest is not None else 0
+        in_messages = max(1, -(-incoming.nbytes // limit)) if source is not None else 0
+        for i in range(max(out_messages, in_messages)):
+            piece = slice(i * limit, (i + 1) * limit)
+            dest_now = dest if i < out_messages else None
+            source_now = source if i < in_messages else None
+            came = self.transport.exchange(outgoing[piece], dest_now, self._tag, incoming[piece], source_now)
+            if source_now is not None and came != (self._tag, incoming[piece].nbytes):
+                self._refuse_message(source_now, *came, incoming[piece].nbytes)
+        return out_messages, in_messages
 
     @contextmanager
     def collective(self, name: str, kind: str = "model") -> Iterator[None]:
-        """Count the messages inside under the collective `name`, as "model" or "control" traffic."""
-        before = self._collective, self._kind, self._order
+        """Count the messages inside under the collective `name`, as "model" or "control" traffic.
+
+        Phase, unit and traffic must not change inside.
+        """
+        before = self._collective, self._kind, self._tag
         self._collective, self._kind = name, kind
-        self._order = _order_tag(name, self.unit)
+        self._tag = _order_tag(name, self.unit)
+        self._open = {}
         try:
             yield
         finally:
-            self._collective, self._kind, self._order = before
+            self._collective, self._kind, self._tag = before
+            self._open = None
 
-    def _label(self, peer: int) -> Label:
-        return Label(self._kind, self.phase, self._collective, self.unit, peer)
+    def _count(self, peer: int) -> list[int]:
+        """Return the numbers that messages with `peer` are counted in; looked up once in a collective."""
+        if self._open is not None and peer in self._open:
+            return self._open[peer]
+        count = self.traffic.count(Label(self._kind, self.phase, self._collective, self.unit, peer))
+        if self._open is not None:
+            self._open[peer] = count
+        return count
 
-    def _bytes_of(self, name: str, array: np.ndarray) -> np.ndarray:
-        if not array.flags.c_contiguous:
-            order = "Fortran-ordered" if array.flags.f_contiguous else "non-contiguous"
-            raise ValueError(
-                f"{name}: expected a C-contiguous array, got a {order} one of shape {array.shape} "
-                f"(rank {self.rank})"
-            )
-        return array.reshape(-1).view(np.uint8)
+    def _refuse_buffers(self, send: np.ndarray, receive: np.ndarray) -> None:
+        for name, array in (("send", send), ("receive", receive)):
+            if not array.flags.c_contiguous:
+                order = "Fortran-ordered" if array.flags.f_contiguous else "non-contiguous"
+                raise ValueError(
+                    f"{name}: expected a C-contiguous array, got a {order} one of shape {array.shape} "
+                    f"(rank {self.rank})"
+                )
+        raise ValueError(f"receive: expected a writable buffer, got a read-only array (rank {self.rank})")
 
-    def _refuse(self, source: int, came_tag: int, came: int, expected: int) -> None:
-        mine, theirs = _order_name(self._order), _order_name(came_tag)
+    def _refuse_message(self, source: int, came_tag: int, came: int, expected: int) -> None:
+        mine, theirs = _order_name(self._tag), _order_name(came_tag)
         if mine != theirs:
             raise RuntimeError(
                 f"ranks hand units over in different orders: rank {self.rank} is at {mine}, "

@@ -91,12 +91,12 @@ class Reference:
     def _adam(self, g: np.ndarray) -> None:
         adam = self.optimizer
         self.steps_done += 1
-        one, beta1, beta2 = np.float32(1), np.float32(adam.beta1), np.float32(adam.beta2)
+        beta1, beta2 = np.float32(adam.beta1), np.float32(adam.beta2)
         correction = np.sqrt(1 - adam.beta2**self.steps_done)
         rate = np.float32(adam.lr * correction / (1 - adam.beta1**self.steps_done))
         eps = np.float32(adam.eps * correction)
-        self.m = beta1 * self.m + (one - beta1) * g
-        self.v = beta2 * self.v + (one - beta2) * (g * g)
+        self.m = beta1 * self.m + np.float32(1 - adam.beta1) * g
+        self.v = beta2 * self.v + np.float32(1 - adam.beta2) * (g * g)
         self.theta = self.theta - rate * (self.m / (np.sqrt(self.v) + eps))
 
     def _place(self, values: np.ndarray) -> np.ndarray:
