@@ -15,6 +15,7 @@ def test_blocks_cut_as_array_split_does(numel, count):
         assert blocks.size(i) == expected.size == blocks.stop(i) - blocks.start(i)
         assert blocks.size(i) <= blocks.largest
     assert blocks.largest == blocks.size(0)
+    assert blocks.slices() == [blocks.slice(i) for i in range(count)]
 
 
 def test_case_layout_of_two_parameters_on_four_ranks():

@@ -80,8 +80,8 @@ def parser() -> argparse.ArgumentParser:
     p = _Parser(
         prog="python -m zero_mpi",
         usage="mpiexec -n N python -m zero_mpi [options]",
-        description="Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks; check that\n"
-        "they learn the same bits, and count the bytes each rank holds and sends.",
+        description="Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks;\n"
+        "check that they learn the same bits, and count the bytes each holds and sends.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

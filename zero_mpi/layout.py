@@ -48,6 +48,12 @@ class Blocks:
         """Return block `i` as a slice of the whole."""
         return slice(self.start(i), self.stop(i))
 
+    def slices(self) -> list[slice]:
+        """Return all blocks in order, as slices of the whole."""
+        quotient, longer = divmod(self.numel, self.count)
+        edges = [i * quotient + min(i, longer) for i in range(self.count + 1)]
+        return [slice(edges[i], edges[i + 1]) for i in range(self.count)]
+
     @property
     def largest(self) -> int:
         """Number of elements of the largest block, which is always block 0."""

@@ -36,7 +36,9 @@ class Ledger:
     def __init__(self) -> None:
         self._alive: dict[str, int] = {}
         self._peak: dict[str, int] = {}
+        self._transients = 0
         self._transient_peak = 0
+        self._total = 0
         self._total_peak = 0
         self._padding = 0
         self._entries: dict[int, weakref.ref] = {}
@@ -71,7 +73,7 @@ class Ledger:
     @property
     def transient_bytes(self) -> int:
         """Bytes alive now that are no band: between steps there are none."""
-        return sum(n for kind, n in self._alive.items() if kind not in BANDS)
+        return self._transients
 
     @property
     def padding_bytes(self) -> int:
@@ -81,7 +83,7 @@ class Ledger:
     @property
     def total_bytes(self) -> int:
         """All bytes alive now: bands, transients and padding."""
-        return sum(self._alive.values()) + self._padding
+        return self._total
 
     @property
     def transient_peak_bytes(self) -> int:
@@ -104,20 +106,24 @@ class Ledger:
         self._total_peak = self.total_bytes
 
     def _enter(self, kind: str, base: np.ndarray, nbytes: int) -> None:
-        padding = base.nbytes - nbytes
-        key = id(base)
+        key, total = id(base), base.nbytes
+        transient = 0 if kind in BANDS else nbytes
 
         def leave(_: weakref.ref) -> None:
             del self._entries[key]
             self._alive[kind] -= nbytes
-            self._padding -= padding
+            self._transients -= transient
+            self._total -= total
+            self._padding -= total - nbytes
 
         self._entries[key] = weakref.ref(base, leave)
         self._alive[kind] = self._alive.get(kind, 0) + nbytes
-        self._padding += padding
+        self._transients += transient
+        self._total += total
+        self._padding += total - nbytes
         self._peak[kind] = max(self._peak.get(kind, 0), self._alive[kind])
-        self._transient_peak = max(self._transient_peak, self.transient_bytes)
-        self._total_peak = max(self._total_peak, self.total_bytes)
+        self._transient_peak = max(self._transient_peak, self._transients)
+        self._total_peak = max(self._total_peak, self._total)
 
 
 class AuditFinding(NamedTuple):

@@ -49,9 +49,10 @@ def reduce_scatter(
     """
     _check(comm, x)
     blocks = Blocks(x.size, comm.size)
+    partial = [x[part] for part in blocks.slices()]
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     buffer = empty(blocks.largest, x.dtype)
-    own = buffer[: blocks.size(comm.rank)]
+    own = buffer[: partial[comm.rank].size]
     if comm.size == 1:
         own[...] = x
         return own
@@ -60,11 +61,10 @@ def reduce_scatter(
         for step in range(comm.size - 1):
             out = (comm.rank - step - 1) % comm.size
             into = (out - 1) % comm.size
-            received = buffer[: blocks.size(into)]
-            comm.sendrecv(x[blocks.slice(out)], right, received, left)
+            received = buffer[: partial[into].size]
+            comm.sendrecv(partial[out], right, received, left)
             last = step == comm.size - 2
-            partial = x[blocks.slice(into)]
-            np.add(received, partial, out=own if last else partial)
+            np.add(received, partial[into], out=own if last else partial[into])
     return own
 
 
@@ -85,14 +85,14 @@ def all_gather(comm: Communicator, x: np.ndarray) -> None:
     Collective. Sends n - blocks.size(rank + 1) elements in N - 1 messages; allocates nothing.
     """
     _check(comm, x)
-    blocks = Blocks(x.size, comm.size)
+    parts = [x[part] for part in Blocks(x.size, comm.size).slices()]
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     with comm.collective("all-gather"):
         # Before step s, blocks rank-s, ..., rank are in place.
         for step in range(comm.size - 1):
             out = (comm.rank - step) % comm.size
             into = (out - 1) % comm.size
-            comm.sendrecv(x[blocks.slice(out)], right, x[blocks.slice(into)], left)
+            comm.sendrecv(parts[out], right, parts[into], left)
 
 
 def all_reduce(
