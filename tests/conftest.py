@@ -1,4 +1,4 @@
-"""What all tests share: one voice under mpiexec, a hook that ends a job whose rank fails alone, launched jobs."""
+"""What all tests share: one voice under mpiexec, an end for a rank that fails alone, launched jobs."""
 
 import os
 import shutil
@@ -58,7 +58,7 @@ def pytest_configure(config):
     config.outcomes = {}
     if launched_rank() > 0:
         reporter = config.pluginmanager.getplugin("terminalreporter")
-        reporter._tw = create_terminal_writer(config, open(os.devnull, "w"))
+        reporter._tw = create_terminal_writer(config, open(os.devnull, "w"))  # noqa: SIM115 - until the end
 
 
 def pytest_runtest_setup(item):

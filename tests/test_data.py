@@ -80,7 +80,10 @@ BAD = {
     "x: expected real numbers, got complex128": {"x": ones.astype(complex), "y": ones},
     "x: expected real numbers, got <U1": {"x": np.array([["a", "b"]]), "y": ones},
     "x: expected finite float32 numbers, got NaN or infinity in row 1": {"x": nan, "y": ones},
-    "y: expected finite float32 numbers, got NaN or infinity in row 0": {"x": ones, "y": ones.astype(float) * 1e300},
+    "y: expected finite float32 numbers, got NaN or infinity in row 0": {
+        "x": ones,
+        "y": ones.astype(float) * 1e300,
+    },
     "x: expected 2 columns, the first of --dims, got 3": {"x": np.ones((3, 3)), "y": ones},
     "y: expected 2 columns, the last of --dims, got 1": {"x": ones, "y": np.ones((3, 1))},
     "got 3 in x and 2 in y": {"x": ones, "y": ones[:2]},

@@ -60,9 +60,7 @@ ALLOWED = {
 
 
 def modules():
-    return {
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")
-    }
+    return {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
 
 
 def imports_of_ours(name, path):

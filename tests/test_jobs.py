@@ -194,9 +194,7 @@ def test_a_killed_rank_of_the_command_line_ends_the_job():
         children = []
         while time.time() < deadline and len(children) < 3:
             children = [
-                int(pid)
-                for pid in os.listdir("/proc")
-                if pid.isdigit() and _is_rank(int(pid), process.pid)
+                int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _is_rank(int(pid), process.pid)
             ]
             time.sleep(0.2)
         assert len(children) == 3

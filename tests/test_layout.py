@@ -11,11 +11,11 @@ from zero_mpi.layout import Blocks
 def test_blocks_cut_as_array_split_does(numel, count):
     blocks, x = Blocks(numel, count), np.arange(numel)
     for i, expected in enumerate(np.array_split(x, count)):
-        assert np.array_equal(x[blocks.slice(i)], expected)
+        assert np.array_equal(x[blocks.of(i)], expected)
         assert blocks.size(i) == expected.size == blocks.stop(i) - blocks.start(i)
         assert blocks.size(i) <= blocks.largest
     assert blocks.largest == blocks.size(0)
-    assert blocks.slices() == [blocks.slice(i) for i in range(count)]
+    assert blocks.slices() == [blocks.of(i) for i in range(count)]
 
 
 def test_case_layout_of_two_parameters_on_four_ranks():

@@ -29,13 +29,13 @@ M = MLP((7, 5, 3))
 
 def settings(model=M, precision="mixed", reduce="float32", gather="float32", **options):
     n_in, n_out = (model.dims[0], model.dims[-1]) if isinstance(model, MLP) else (4, 4)
-    defaults = dict(
-        model=model,
-        data=SeedStream(7, 4, n_in, n_out),
-        precision=Precision.named(precision, reduce, gather),
-        optimizer=Adam(),
-        steps=5,
-    )
+    defaults = {
+        "model": model,
+        "data": SeedStream(7, 4, n_in, n_out),
+        "precision": Precision.named(precision, reduce, gather),
+        "optimizer": Adam(),
+        "steps": 5,
+    }
     return Settings(**{**defaults, **options})
 
 
@@ -247,7 +247,9 @@ def test_ranks_with_other_settings_all_raise_the_same(S):
 
 def test_ranks_with_other_initial_weights_all_raise_the_same():
     def work(comm):
-        with pytest.raises(ValueError, match="^initial weights: expected the same on every rank.*rank 1") as c:
+        with pytest.raises(
+            ValueError, match="^initial weights: expected the same on every rank.*rank 1"
+        ) as c:
             ZeRO3(M, comm, init_seed=1 if comm.rank == 1 else 0)
         return str(c.value)
 

@@ -70,7 +70,7 @@ def replica_fingerprint(scheme: Scheme) -> int:
     for u in scheme.units:
         whole = scheme.replica(u)
         if whole is not None:
-            fingerprint.update(whole.view(np.uint8))
+            fingerprint.update(whole.view(np.uint8).data)
     return int.from_bytes(fingerprint.digest(), "little")
 
 

@@ -92,7 +92,9 @@ def parser() -> argparse.ArgumentParser:
         choices=["all", *keys],
         help="all (default), or one, which runs beside data parallel",
     )
-    p.add_argument("--dims", type=widths, default=(64, 128, 128, 64), help="widths of the MLP [64,128,128,64]")
+    p.add_argument(
+        "--dims", type=widths, default=(64, 128, 128, 64), help="widths of the MLP [64,128,128,64]"
+    )
     p.add_argument("--steps", type=positive_int, help="steps to train [10, or all of --data]")
     p.add_argument("--batch", type=positive_int, default=8, help="rows of each rank's batch [8]")
     p.add_argument("--data", metavar="FILE", help="train on rows of x and y in an .npz file")
@@ -231,11 +233,12 @@ def _data(args: argparse.Namespace, size: int) -> tuple[Data, str, int]:
     per_epoch, dropped = data.steps_per_epoch(size), data.dropped_rows(size)
     if per_epoch == 0:
         raise ValueError(
-            f"{args.data}: expected at least {size * args.batch} rows, a global batch of {size} x {args.batch}, "
-            f"got {len(x)}"
+            f"{args.data}: expected at least {size * args.batch} rows, a global batch of "
+            f"{size} x {args.batch}, got {len(x)}"
         )
     steps = per_epoch * epochs if args.steps is None else min(args.steps, per_epoch * epochs)
-    text = f"{os.path.basename(args.data)}: {len(x)} rows, {per_epoch} steps an epoch, shuffled by seed {args.seed}"
+    text = f"{os.path.basename(args.data)}: {len(x)} rows, {per_epoch} steps an epoch, "
+    text += f"shuffled by seed {args.seed}"
     if dropped:
         text += f"; the last {dropped} rows of an epoch, an incomplete global batch, are dropped"
     if note:
@@ -245,8 +248,11 @@ def _data(args: argparse.Namespace, size: int) -> tuple[Data, str, int]:
 
 def _environment(comm: Communicator) -> dict[str, Any]:
     """Return where the job runs. Collective."""
-    blas = np.show_config(mode="dicts")["Build Dependencies"]["blas"]  # type: ignore[call-overload, index]
-    threads = next((os.environ[n] for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if n in os.environ), "")
+    config: Any = np.show_config(mode="dicts")
+    blas = config["Build Dependencies"]["blas"]
+    threads = next(
+        (os.environ[n] for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if n in os.environ), ""
+    )
     return {
         "zero_mpi": __version__,
         "ranks": comm.size,

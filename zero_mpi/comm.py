@@ -28,7 +28,7 @@ LAUNCHERS = {
 
 
 class Label(NamedTuple):
-    """Under what a message is counted: model or control traffic, phase of the step, collective, unit, peer."""
+    """Under what a message is counted: model or control traffic, phase, collective, unit, peer."""
 
     traffic: str
     phase: str
@@ -137,8 +137,8 @@ def launcher_mismatch(world_size: int, environ: Any = os.environ) -> str | None:
         started = environ.get(count, "")
         if world_size == 1 and started.isdigit() and int(started) > 1:
             return (
-                f"{launcher} started {started} processes, but each sees an MPI world of 1: mpi4py loads another "
-                "MPI library than the launcher's; install the one that belongs to this mpiexec"
+                f"{launcher} started {started} processes, but each sees an MPI world of 1: mpi4py loads "
+                "another MPI library than the launcher's; install the one that belongs to this mpiexec"
             )
     return None
 
@@ -260,9 +260,7 @@ class Communicator:
 
     # The one place where bytes go out, come in and are counted.
 
-    def sendrecv(
-        self, send: np.ndarray, dest: int | None, receive: np.ndarray, source: int | None
-    ) -> None:
+    def sendrecv(self, send: np.ndarray, dest: int | None, receive: np.ndarray, source: int | None) -> None:
         """Send `send` to `dest` while receiving `receive` from `source`; count both.
 
         Parameters

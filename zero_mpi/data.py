@@ -6,7 +6,7 @@ Not for: what a batch is used for. Both give global batches: a sequence of one (
 import os
 import zipfile
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class _Dealt(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._order) // self._source.rows
 
-    def __getitem__(self, rank):  # type: ignore[no-untyped-def, override]
+    def __getitem__(self, rank: Any) -> Any:
         if not 0 <= rank < len(self):
             raise IndexError(f"rank: expected 0 to {len(self) - 1}, got {rank}")
         mine = self._order[rank * self._source.rows : (rank + 1) * self._source.rows]
@@ -140,7 +140,9 @@ def _read(archive: np.lib.npyio.NpzFile, key: str, name: str) -> np.ndarray:
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
-        raise ValueError(f"{name}: {key}: expected numbers, got Python objects, which are never loaded") from None
+        raise ValueError(
+            f"{name}: {key}: expected numbers, got Python objects, which are never loaded"
+        ) from None
 
 
 def _checked(array: np.ndarray, key: str, columns: int, end: str, name: str) -> np.ndarray:
@@ -156,5 +158,7 @@ def _checked(array: np.ndarray, key: str, columns: int, end: str, name: str) -> 
         rows = np.ascontiguousarray(array, np.float32)
     bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
     if bad.size:
-        raise ValueError(f"{name}: {key}: expected finite float32 numbers, got NaN or infinity in row {bad[0]}")
+        raise ValueError(
+            f"{name}: {key}: expected finite float32 numbers, got NaN or infinity in row {bad[0]}"
+        )
     return rows

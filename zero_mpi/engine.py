@@ -36,6 +36,7 @@ def train_step(scheme: "Scheme", batch: Batch) -> float:
         x, saved[u] = model.forward(u, scheme.full_params(u), x)
         ledger.track("activations", x)
         scheme.release_params(u)
+    dy: Any
     loss, dy = model.loss(x, target)
     ledger.track("activations", dy)
     del x

@@ -7,12 +7,13 @@ parameter, K = 12 for mixed-precision Adam) and section 7 for traffic; ring coll
 Yuan 2009. Both count from below: (N-1)/N of a vector, never the whole vector.
 """
 
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 
 class Claim(NamedTuple):
-    """What a scheme says of itself: the bands it cuts over ranks, and the collectives of one step for each unit.
+    """What a scheme says of itself: the bands it cuts over ranks, and the collectives of a step for a unit.
 
     Fields
     ------
@@ -95,9 +96,7 @@ def all_gather_sent(numel: int, size: int, rank: int) -> int:
     return numel - block_numel(numel, size, (rank + 1) % size)
 
 
-def sent_bytes(
-    claim: Claim, units: Sequence[int], items: Itemsizes, size: int, rank: int
-) -> dict[str, int]:
+def sent_bytes(claim: Claim, units: Sequence[int], items: Itemsizes, size: int, rank: int) -> dict[str, int]:
     """Return the bytes that `rank` sends in one step, for each kind of collective."""
     reduced = sum(reduce_scatter_sent(numel, size, rank) for numel in units)
     gathered = sum(all_gather_sent(numel, size, rank) for numel in units)

@@ -44,7 +44,7 @@ class Blocks:
         """Return the number of elements of block `i`."""
         return self.numel // self.count + (i < self.numel % self.count)
 
-    def slice(self, i: int) -> slice:
+    def of(self, i: int) -> slice:
         """Return block `i` as a slice of the whole."""
         return slice(self.start(i), self.stop(i))
 

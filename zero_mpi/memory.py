@@ -166,14 +166,17 @@ class Audit:
 
     def watch(self, scheme: Any, names: Sequence[str], ledger: Ledger) -> None:
         """Make a checkpoint of the end of each call to the methods named."""
-        for name in names:
 
-            def watched(*args: Any, method: Callable = getattr(scheme, name)) -> Any:
+        def watched(method: Callable) -> Callable:
+            def call(*args: Any) -> Any:
                 result = method(*args)
                 self.checkpoint(ledger)
                 return result
 
-            setattr(scheme, name, watched)
+            return call
+
+        for name in names:
+            setattr(scheme, name, watched(getattr(scheme, name)))
 
     def finding(self, ledger: Ledger) -> AuditFinding:
         """Return the bytes alive and at the peak that the ledger does not know; end the audit.

@@ -7,6 +7,7 @@ own `array_split`, Adam is written out again, and each block is summed rank by r
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,7 @@ class Reference:
     def _mean_of_unit(self, gradients: list[np.ndarray]) -> np.ndarray:
         """Return the mean over ranks of one unit, float32: block b is summed over ranks b+1, b+2, ..., b."""
         reduce, grads = dtype_of(self.precision.reduce), dtype_of(self.precision.grads)
-        wide = np.float64 if reduce == np.float64 else np.float32
+        wide: Any = np.float64 if reduce == np.float64 else np.float32
         split = [np.array_split(gradient.astype(reduce), self.size) for gradient in gradients]
         means = []
         for b in range(self.size):

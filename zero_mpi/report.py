@@ -166,8 +166,8 @@ def audit(result: dict[str, Any]) -> list[str]:
         *table(rows),
         *_wrapped(
             "  ",
-            f"Allowed: {limits['resident_limit_bytes']} at rest; {limits['peak_limit_bytes']} at the peak: the "
-            "interpreter's own objects, and a gradient of activations while it is made.",
+            f"Allowed: {limits['resident_limit_bytes']} at rest; {limits['peak_limit_bytes']} at the peak: "
+            "the interpreter's own objects, and a gradient of activations while it is made.",
         ),
         "",
     ]

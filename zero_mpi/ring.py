@@ -116,7 +116,7 @@ def all_reduce(
     own = reduce_scatter(comm, x, empty)
     if finish is not None:
         finish(own)
-    x[Blocks(x.size, comm.size).slice(comm.rank)] = own
+    x[Blocks(x.size, comm.size).of(comm.rank)] = own
     all_gather(comm, x)
 
 
@@ -154,7 +154,9 @@ def _check(comm: Communicator, x: np.ndarray) -> None:
         order = (
             "Fortran-ordered"
             if x.flags.f_contiguous and x.ndim > 1
-            else "C-ordered" if x.flags.c_contiguous else "non-contiguous"
+            else "C-ordered"
+            if x.flags.c_contiguous
+            else "non-contiguous"
         )
         raise ValueError(
             f"x: expected a contiguous array of shape (n,), got a {order} one of shape {x.shape} "

@@ -21,7 +21,6 @@ from .reference import Reference
 from .ring import Ring
 from .schemes import DP, SCHEMES, Scheme
 
-
 # What an audit lets pass. At rest: a handful of scalars. At the peak of a step: the interpreter's own objects
 # made in it, and once more what activations take (a gradient of activations while it is being made).
 AUDIT_RESIDENT_BYTES = 1024
@@ -93,7 +92,7 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
 
 
 class _Lockstep:
-    """Several schemes, stepped one after the other on the same batches, so the first parting step is known."""
+    """Several schemes, stepped in turn on the same batches, so that the first step that parts is known."""
 
     def __init__(self, comm: Communicator, settings: Settings, trained: list[Scheme]) -> None:
         self.comm, self.settings, self.trained = comm, settings, trained
@@ -153,7 +152,7 @@ class _Lockstep:
         )
         schemes = {}
         for scheme in self.trained:
-            found: dict[int, float] = {step: 0.0 for step in self.replica_steps[scheme.key]}
+            found: dict[int, float] = dict.fromkeys(self.replica_steps[scheme.key], 0.0)
             for row in rows:
                 for step, difference in row["partings"][scheme.key]:
                     found[step] = max(found.get(step, 0.0), difference)
@@ -248,16 +247,16 @@ def _traffic(scheme: Scheme, fault: str) -> dict[str, Any]:
     }
 
 
-def _audit(
-    comm: Communicator, settings: Settings, S: type[Scheme], memory: dict[str, Any]
-) -> dict[str, Any]:
+def _audit(comm: Communicator, settings: Settings, S: type[Scheme], memory: dict[str, Any]) -> dict[str, Any]:
     """Train one scheme alone for two steps beside Python's allocator, and audit the second. Collective."""
     batches = list(itertools.islice(settings.data.global_batches(comm.size), 2))
     mine = [batch[comm.rank] for batch in batches]
     audit = Audit()
     scheme = settings.build(S, comm)
     scheme.step(mine[0])
-    audit.watch(scheme, ("full_params", "grad_buffer", "grad_ready", "backward_done", "update"), scheme.ledger)
+    audit.watch(
+        scheme, ("full_params", "grad_buffer", "grad_ready", "backward_done", "update"), scheme.ledger
+    )
     audit.begin(scheme.ledger)
     scheme.step(mine[-1])
     finding = audit.finding(scheme.ledger)

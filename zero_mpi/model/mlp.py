@@ -38,7 +38,7 @@ class MLP:
         return sum(self.units)
 
     def init(self, seed: int = 0) -> Iterator[np.ndarray]:
-        """Yield each layer's weights, standard normal times sqrt(2 / fan_in) (He et al. 2015), and zero biases."""
+        """Yield each layer: weights standard normal times sqrt(2 / fan_in) (He et al. 2015), biases zero."""
         rng = np.random.default_rng(seed)
         for fan_in, fan_out in zip(self.dims, self.dims[1:], strict=False):
             theta = np.zeros(fan_in * fan_out + fan_out, np.float32)
@@ -50,7 +50,7 @@ class MLP:
     def forward(
         self, u: int, params: np.ndarray, x: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-        """Return ``relu(x @ W + b)``, linear in the last unit, shape (rows, dims[u+1]), and (input, output)."""
+        """Return ``relu(x @ W + b)``, shape (rows, dims[u+1]); the last unit is linear. Save both ends."""
         weights, bias = self._split(u, params)
         y = x @ weights
         y += bias

@@ -30,7 +30,7 @@ class Model(Protocol):
         """Yield the initial weights unit by unit, float32, shape (numel,): the same for the same seed."""
 
     def forward(self, u: int, params: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, Any]:
-        """Return the output of unit `u` and what its backward needs. Must not keep `params` or a view of it."""
+        """Return the output of unit `u` and what its backward needs, which must not be a view of `params`."""
 
     def loss(self, y_hat: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the loss and its gradient with respect to `y_hat`."""
@@ -38,9 +38,9 @@ class Model(Protocol):
     def backward(
         self, u: int, params: np.ndarray, saved: Any, dy: np.ndarray, out: np.ndarray
     ) -> np.ndarray | None:
-        """Write the gradient of unit `u` into `out`, float32, shape (numel,); return the gradient of its input.
+        """Write the gradient of unit `u` into `out`, float32, shape (numel,).
 
-        None instead of the gradient where there is no unit before. `dy` may be overwritten.
+        Return the gradient of its input, None where there is no unit before. `dy` may be overwritten.
         """
 
     def describe(self) -> str:

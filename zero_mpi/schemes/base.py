@@ -119,7 +119,7 @@ class Scheme:
     # What a user calls.
 
     def step(self, batch: Batch) -> float:
-        """Train on this rank's `batch`; return the mean over ranks of the loss before the update. Collective."""
+        """Train on this rank's `batch`; return the mean over ranks of its loss before it. Collective."""
         return train_step(self, batch)
 
     def full_theta(self) -> np.ndarray | None:
@@ -136,7 +136,7 @@ class Scheme:
         for u, blocks in zip(self.units, self.blocks, strict=True):
             unit = theta[start : start + blocks.numel]
             self.comm.gather_to_root(
-                self.owned_theta(u), [unit[blocks.slice(rank)] for rank in range(blocks.count)]
+                self.owned_theta(u), [unit[blocks.of(rank)] for rank in range(blocks.count)]
             )
             start += blocks.numel
         return theta
@@ -160,7 +160,7 @@ class Scheme:
         Names are "params", "grads", "master" and the optimizer's slots. Each element is owned by one rank, in
         every scheme by the same: a rank that holds a band whole owns its own block of it.
         """
-        own = self.blocks[u].slice(self.comm.rank)
+        own = self.blocks[u].of(self.comm.rank)
         yield "params", own.start, own.stop, self._owned_of("params", u, self.params[u])
         yield "grads", own.start, own.stop, self._owned_of("grads", u, self.grads[u])
         for slot, state in self.optimizer_state[u].items():
@@ -213,7 +213,7 @@ class Scheme:
         They travel in the gather dtype, which holds the parameters' dtype exactly.
         """
         wire = self._on_wire("gather", u, full, self._gather_dtype)
-        convert(self._owned_of("params", u, self.params[u]), wire[self.blocks[u].slice(self.comm.rank)])
+        convert(self._owned_of("params", u, self.params[u]), wire[self.blocks[u].of(self.comm.rank)])
         self.reducer.all_gather(u, wire)
         if wire is not full:
             convert(wire, full)
@@ -234,7 +234,7 @@ class Scheme:
         return wire
 
     def band_gradient(self, u: int) -> np.ndarray:
-        """Return unit `u` of a whole gradient band in the reduce dtype: the band itself, or a transient copy."""
+        """Return unit `u` of a whole gradient band in the reduce dtype: itself, or a transient copy."""
         wire = self._on_wire("reduce", u, self.grads[u], self._reduce_dtype)
         if wire is not self.grads[u]:
             convert(self.grads[u], wire)
@@ -287,8 +287,8 @@ class Scheme:
         fingerprint = hashlib.blake2b(digest_size=8)
         slots = (("master",) if self.precision.master else ()) + tuple(self.optimizer.slots)
         for u, theta in zip(self.units, self.model.init(init_seed), strict=True):
-            fingerprint.update(theta)
-            own = self.blocks[u].slice(self.comm.rank)
+            fingerprint.update(theta.data)
+            own = self.blocks[u].of(self.comm.rank)
             held = {band: slice(None) if band not in self.sharded else own for band in _BANDS}
             self.params.append(self._band("params", theta[held["params"]], self._params_dtype))
             self.grads.append(self._band("grads", np.zeros_like(theta[held["grads"]]), self._grads_dtype))
@@ -306,7 +306,7 @@ class Scheme:
 
     def _owned_of(self, band: str, u: int, array: np.ndarray) -> np.ndarray:
         """Return this rank's own block of `array`, a view: `array` itself where the band is sharded."""
-        return array if band in self.sharded else array[self.blocks[u].slice(self.comm.rank)]
+        return array if band in self.sharded else array[self.blocks[u].of(self.comm.rank)]
 
     def _beside_optimizer(self, band: str, u: int, array: np.ndarray) -> np.ndarray:
         """Return the part of `array` that this rank holds the optimizer state of, a view."""

