@@ -50,6 +50,7 @@ class Ranks:
 
 def pytest_addoption(parser):
     parser.addoption("--outcomes", metavar="FILE", help="rank 0 writes each test's outcome to FILE")
+    parser.addoption("--needing", metavar="N", type=int, help="run only MPI tests that need N ranks or more")
 
 
 @pytest.hookimpl(trylast=True)
@@ -59,6 +60,19 @@ def pytest_configure(config):
     if launched_rank() > 0:
         reporter = config.pluginmanager.getplugin("terminalreporter")
         reporter._tw = create_terminal_writer(config, open(os.devnull, "w"))  # noqa: SIM115 - until the end
+
+
+def pytest_collection_modifyitems(config, items):
+    least = config.getoption("--needing")
+    if least is None:
+        return
+    few = [
+        item
+        for item in items
+        if max((mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")), default=0) < least
+    ]
+    config.hook.pytest_deselected(items=few)
+    items[:] = [item for item in items if item not in few]
 
 
 def pytest_runtest_setup(item):
