@@ -5,6 +5,5 @@
 #
 # N=4 scripts/run.sh ... takes another number of ranks.
 set -u
-EXTRAS=bf16
 . "$(dirname "$0")/setup.sh"
 exec "$MPIEXEC" -n "${N:-8}" "$PYTHON" -m zero_mpi --scheme all "${REST[@]+"${REST[@]}"}"

