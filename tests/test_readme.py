@@ -1,0 +1,76 @@
+"""The README: every command in it runs, and the numbers it shows are the ones a run prints."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, finish, mpiexec, start
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
+COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+# The suite and the continuous integration run these themselves.
+SCRIPTS = ["scripts/run.sh", "scripts/test.sh"]
+SUITE = "mpiexec -n 4 pytest --with-mpi"
+
+
+def test_the_readme_has_commands():
+    assert len(COMMANDS) >= 6 and set(SCRIPTS) <= set(COMMANDS) and SUITE in COMMANDS
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in [*SCRIPTS, SUITE]])
+def test_commands_of_the_readme_run(command):
+    words = command.split()
+    if words[0] == "mpiexec":
+        words[0] = mpiexec()
+    words[words.index("python")] = sys.executable
+    job = finish(start(words), timeout_s=240)
+    assert job.code == 0, job.err
+    assert "FAILS" not in job.out
+
+
+@pytest.mark.launches
+def test_the_suites_command_runs_tests():
+    words = [mpiexec(), "-n", "4", sys.executable, "-m", "pytest", "--with-mpi", "tests/test_spec.py"]
+    job = finish(start(words), timeout_s=240)
+    assert job.code == 0, job.out + job.err
+    assert job.out.count("passed") == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_of_the_readme_parse(script):
+    subprocess.run(["bash", "-n", ROOT / script], check=True)
+
+
+@pytest.mark.launches
+def test_the_tables_shown_are_the_tables_printed(launch):
+    shown = next(text for _, text in BLOCKS if text.startswith("zero_mpi "))
+    job = launch(8, "-m", "zero_mpi", "--scheme", "all")
+    # All but the machine, and the losses' and the digest's last bits, which are another BLAS's own.
+    for title in ("Memory per rank", "Transient peak", "Traffic per rank", "Traffic in units", "Checks"):
+        assert section(shown, title) == section(job.out, title)
+
+
+def section(text, title):
+    lines = text[text.index(title) :].splitlines()
+    return lines[: lines.index("") if "" in lines else None]
+
+
+@pytest.mark.launches
+def test_the_library_example_runs(launch, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(next(text for kind, text in BLOCKS if kind == "python"))
+    job = launch(2, script)
+    assert job.code == 0, job.err
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_module_in_the_reading_order_exists():
+    assert all((ROOT / "zero_mpi" / Path(p)).exists() for p in ("layout.py", "ring.py", "engine.py"))
