@@ -78,6 +78,11 @@ def test_traffic_units_are_the_specs_table(size, expected):
 
 def test_messages_are_n_minus_one_a_collective_unless_cut():
     assert formulas.sent_messages(ZERO3, M, MIXED, 3, 0, 2**30) == 3 * 2 * 2
+    # Each collective in its own dtype: rank 1 of 3, 2 B gradients in blocks of 14, 13, 13 and 6, 6, 6 sends
+    # 14 and 13, and 6 and 6 elements; 4 B parameters 14 and 13 (all but rank 2's), and 6 and 6.
+    half = Itemsizes(params=2, grads=2, optimizer=12, reduce=2, gather=4)
+    assert formulas.sent_messages(ZERO2, M, half, 3, 1, 27) == (2 + 1 + 1 + 1) + (3 + 2 + 1 + 1)
+    assert formulas.sent_messages(DP, M, half, 3, 1, 27) == (2 + 1 + 1 + 1) * 2
     # Rank 0 of 3 at 20 B a message: reduce-scatter sends 13 + 13 of 40 and 6 + 6 of 18 elements of 4 B.
     assert formulas.sent_messages(ZERO2, M, MIXED, 3, 0, 20) == (3 + 3 + 2 + 2) + (3 + 3 + 2 + 2)
 

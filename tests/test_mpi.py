@@ -132,6 +132,26 @@ def test_groups_count_for_themselves(comm):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_groups_keep_the_limit_on_messages():
+    comm = Communicator(max_message_bytes=4)
+    group = comm.split(0)
+    ring.all_gather(group, np.ones(3 * comm.size, np.float32))
+    count = group.traffic.total()
+    assert count.sent_messages == 3 * (comm.size - 1) == count.sent_bytes // 4
+    group.free()
+    comm.free()
+
+
+@pytest.mark.mpi
+def test_ranks_are_patient_where_they_outnumber_cores(comm):
+    import os
+
+    cores = set().union(*comm.allgather_object(sorted(os.sched_getaffinity(0))))
+    if len(set(comm.hosts())) == 1:
+        assert comm.transport._crowded == (comm.size > len(cores))
+
+
+@pytest.mark.mpi(min_size=2)
 def test_ranks_wait_for_rank_0_without_spinning(comm):
     import time
 

@@ -133,6 +133,24 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_below_one_byte_is_refused(limit):
+    with pytest.raises(ValueError, match="^max_message_bytes: expected at least 1, got"):
+        run_ranks(1, lambda comm: None, max_message_bytes=limit)
+
+
+def test_what_a_rank_receives_is_counted_from_whom_it_came():
+    def work(comm):
+        ring.reduce_scatter(comm, np.ones(41, np.float32))
+        left, right = (comm.rank - 1) % 3, (comm.rank + 1) % 3
+        return [comm.traffic.total(peer=peer)[3:] for peer in (left, right)]
+
+    for rank, (left, right) in enumerate(run_ranks(3, work, max_message_bytes=20)):
+        sizes = [4 * Blocks(41, 3).size(b) for b in range(3) if b != (rank - 1) % 3]
+        assert left == (sum(sizes), sum(-(-size // 20) for size in sizes))
+        assert right == (0, 0)
+
+
 @pytest.mark.parametrize("collective", [ring.reduce_scatter, ring.all_gather, ring.all_reduce])
 @pytest.mark.parametrize("name", REFUSED)
 def test_arrays_of_another_order_are_refused_by_name(collective, name):
@@ -188,3 +206,5 @@ def test_a_block_of_another_size_on_one_rank_is_named():
 
     with pytest.raises(RuntimeError, match="blocks differ between ranks in all-gather of unit 0"):
         run_ranks(3, work)
+    with pytest.raises(RuntimeError, match="blocks differ between ranks in all-gather of unit 0"):
+        run_ranks(3, work, max_message_bytes=5)

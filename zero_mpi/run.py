@@ -19,7 +19,7 @@ from .optim import Adam
 from .precision import Precision
 from .reference import Reference
 from .ring import Ring
-from .schemes import DP, SCHEMES, Scheme
+from .schemes import SCHEMES, Scheme
 
 # What an audit lets pass. At rest: a handful of scalars. At the peak of a step: the interpreter's own objects
 # made in it, and once more what activations take (a gradient of activations while it is being made).
@@ -130,7 +130,8 @@ class _Lockstep:
         self.memory_faults: dict[str, str] = {}
         self.traffic_faults: dict[str, str] = {}
         self.steps = 0
-        self.partner = trained[0] if settings.check and type(trained[0]) is DP else None
+        # What the others are compared with: data parallel, where it is there.
+        self.partner = trained[0] if settings.check else None
         self.reference = None
         if self.partner is not None and settings.reference and comm.rank == 0:
             self.reference = Reference(

@@ -1,0 +1,210 @@
+"""The checks one by one: what each must see, on which rank, and what it must not take for another thing."""
+
+import numpy as np
+import pytest
+from test_checks_fail import failing, run_with, says
+from test_schemes import M, settings
+from threadworld import run_ranks
+
+from zero_mpi import checks, engine, formulas
+from zero_mpi.reference import Reference
+from zero_mpi.run import run
+from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO3
+
+
+def test_same_bits_is_about_bits():
+    nan = np.array([np.nan, 1], np.float32)
+    assert checks.same_bits(nan, nan.copy())
+    assert not checks.same_bits(np.zeros(2, np.float32), -np.zeros(2, np.float32))
+    assert not checks.same_bits(np.zeros(2, np.float32), np.zeros(3, np.float32))
+
+
+def test_a_difference_that_is_no_number_is_infinite():
+    a, nan = np.ones(3, np.float32), np.array([1, np.nan, 1], np.float32)
+    assert checks.largest_difference(a, nan) == np.inf
+    assert checks.largest_difference(nan, nan) == 0.0
+    assert checks.largest_difference(a, a + np.float32(0.25)) == 0.25
+    assert checks.largest_difference(a[:0], a[:0]) == 0.0
+
+
+def test_a_replica_that_differs_is_seen_though_owners_agree():
+    def work(comm):
+        a, b = DP(M, comm), ZeRO1(M, comm)
+        if comm.rank == 1:
+            b.params[0][0] += 1  # rank 0 owns it
+        return checks.compare(b, a), checks.replicas_agree(b), checks.replicas_agree(a)
+
+    results = run_ranks(3, work)
+    assert [r[0].identical for r in results] == [True, False, True]
+    assert [r[0].owned for r in results] == [0, 0, 0]
+    assert results[1][0].replica == pytest.approx(1, abs=1e-3)  # a float16 sum
+    assert {r[1:] for r in results} == {(False, True)}
+
+
+def test_an_owners_block_that_differs_is_seen():
+    def work(comm):
+        a, b = DP(M, comm), ZeRO3(M, comm)
+        if comm.rank == 2:
+            b.owned_theta(1)[0] += np.float32(0.5)
+        return checks.compare(b, a)
+
+    results = run_ranks(3, work)
+    assert [r.identical for r in results] == [True, True, False]
+    assert [r.owned for r in results] == [0, 0, 0.5]
+
+
+def test_the_reference_is_compared_with_rank_0s_replica_too():
+    def work(comm):
+        scheme = DP(M, comm)
+        theta = scheme.full_theta()
+        fine = checks.matches_reference(scheme, theta, theta.copy())
+        scheme.params[1][17] += 1
+        return fine, checks.matches_reference(scheme, theta, theta.copy())
+
+    ((fine, broken),) = run_ranks(1, work)
+    assert fine == (True, 0.0) and broken == (False, 0.0)
+
+
+def test_the_references_loss_counts(monkeypatch):
+    original = Reference.step
+    monkeypatch.setattr(Reference, "step", lambda self, batches: original(self, batches) + 1e-12)
+    assert failing(run_with()) == ["reference"]
+
+
+def test_replicas_that_differ_between_ranks_fail_even_data_parallel(monkeypatch):
+    class Dirty(DP):
+        key = "dirty"
+
+        def update(self, scale):
+            super().update(scale)
+            if self.comm.rank == 1:
+                self.params[0][0] += 1  # rank 0 owns it
+
+    monkeypatch.setitem(SCHEMES, Dirty, formulas.DP)
+    result = run_with([Dirty], reference=False)
+    assert failing(result) == ["learning"]
+    assert result["learning"]["schemes"]["dirty"]["replicas_differ_steps"] == 5
+
+
+def test_the_largest_difference_of_all_ranks_is_reported(monkeypatch):
+    class Off(ZeRO3):
+        key = "off"
+
+        def update(self, scale):
+            super().update(scale)
+            self.owned_theta(0)[0] += np.float32([0.25, 0.5, 0.125][self.comm.rank])
+
+    monkeypatch.setitem(SCHEMES, Off, formulas.ZERO3)
+    row = run_with([DP, Off], steps=1)["learning"]["schemes"]["off"]
+    assert row["max_abs_difference"] == pytest.approx(0.5, abs=1e-6)
+    assert (row["identical_steps"], row["first_difference_step"]) == (0, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_fault_on_any_rank_is_named(monkeypatch, rank):
+    class Hoarding(ZeRO3):
+        key = "hoarding"
+
+        def free_gathered(self, u):
+            if self.comm.rank != rank:
+                super().free_gathered(u)
+
+    monkeypatch.setitem(SCHEMES, Hoarding, formulas.ZERO3)
+    result = run_with([DP, Hoarding])
+    assert failing(result) == ["memory"]
+    assert f"ZeRO-3, rank {rank}: step 1:" in says(result, "memory")
+
+
+def test_bytes_that_are_lost_on_the_way_fail_traffic(monkeypatch):
+    class Deaf(ZeRO1):
+        key = "deaf"
+
+        def step(self, batch):
+            loss = super().step(batch)
+            if self.comm.rank == 1:
+                for count in self.step_traffic._counts.values():
+                    count[3] = 0
+            return loss
+
+    monkeypatch.setitem(SCHEMES, Deaf, formulas.ZERO1)
+    result = run_with([DP, Deaf])
+    assert failing(result) == ["traffic"]
+    assert "B sent," in says(result, "traffic") and "B received" in says(result, "traffic")
+
+
+def test_the_sum_over_ranks_is_held_to_its_own_formula(monkeypatch):
+    monkeypatch.setattr(formulas, "sent_bytes_all_ranks", lambda *args: 1)
+    result = run_with()
+    assert failing(result) == ["traffic"]
+    assert "all ranks together sent" in says(result, "traffic")
+
+
+def test_messages_are_held_to_their_formula():
+    evidence = {
+        "sent_bytes": {"all-gather": 5},
+        "formula_bytes": {"all-gather": 5},
+        "sent_messages": 3,
+        "formula_messages": 2,
+    }
+    assert checks.traffic_fault(evidence) == "sent 3 messages, formula 2"
+    assert checks.traffic_fault({**evidence, "sent_messages": 2}) == ""
+
+
+def test_losses_are_added_in_rank_order_in_double():
+    losses = [1e16, 1.0, -1e16]
+
+    def work(comm):
+        return engine.mean_loss(DP(M, comm), losses[comm.rank])
+
+    # (1e16 + 1) - 1e16 is 0 in double; any other order gives 1.
+    assert run_ranks(3, work) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_loss_of_any_non_number_is_refused(value):
+    def work(comm):
+        with pytest.raises(FloatingPointError, match=f"got {value} on rank 1 in step 0 of data parallel"):
+            engine.mean_loss(DP(M, comm), value if comm.rank == 1 else 1.0)
+
+    run_ranks(2, work)
+
+
+def test_activations_are_counted_and_given_up_as_backward_goes():
+    seen = []
+
+    class Watched(DP):
+        def grad_ready(self, u):
+            seen.append((u, self.ledger.alive_bytes("activations")))
+            super().grad_ready(u)
+
+    def work(comm):
+        scheme = Watched(M, comm)
+        scheme.step((np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)))
+        return scheme.ledger.transient_peaks()["activations"]
+
+    # Two rows of float32: outputs of 5 and 3, and the gradient of the 3; then the gradient of the 5.
+    assert run_ranks(1, work) == [2 * 4 * (5 + 3 + 3)]
+    assert seen == [(1, 2 * 4 * (5 + 5)), (0, 0)]
+
+
+def test_schemes_on_one_communicator_count_apart():
+    def work(comm):
+        a, b = DP(M, comm), DP(M, comm)
+        before = comm.traffic.total()
+        a.step((np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)))
+        assert comm.traffic.total() == before
+        return a.bytes_comm_per_rank(), b.bytes_comm_per_rank()
+
+    for sent, nothing in run_ranks(3, work):
+        assert sent > 0 and nothing == 0
+
+
+def test_schemes_keep_the_communicators_limit_on_messages():
+    def work(comm):
+        result = run(comm, settings(), list(SCHEMES))
+        assert all(verdict["holds"] for verdict in result["verdicts"])
+        return result["traffic"]["dp"]["ranks"][0]["sent_messages"]
+
+    assert run_ranks(3, work, max_message_bytes=2**30) == [8, 8, 8]
+    # Blocks of 13 or 14, and 6, float32 elements, in messages of 24 B.
+    assert run_ranks(3, work, max_message_bytes=24) == [2 * (3 + 3 + 1 + 1)] * 3
