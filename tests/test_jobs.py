@@ -226,8 +226,18 @@ def _is_rank(pid, ancestor):
     return False
 
 
-def test_help_fits_a_screen_and_needs_no_mpi():
-    job = finish(start([sys.executable, *MODULE, "--help"], MPI4PY_LIBMPI="/nowhere/libmpi.so"))
+@pytest.fixture
+def no_mpi(tmp_path):
+    """Return an environment in which mpi4py is installed and finds no MPI library."""
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "MPI.py").write_text("raise RuntimeError('cannot load MPI library\\nlibmpi.so: nowhere')\n")
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_help_fits_a_screen_and_needs_no_mpi(no_mpi):
+    job = finish(start([sys.executable, *MODULE, "--help"], **no_mpi))
     assert job.code == 0
     lines = job.out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
@@ -239,8 +249,8 @@ def test_version():
     assert job.code == 0 and job.out.startswith("zero_mpi ")
 
 
-def test_no_mpi_library_names_the_extras():
-    job = finish(start([sys.executable, *MODULE], MPI4PY_LIBMPI="/nowhere/libmpi.so"))
+def test_no_mpi_library_names_the_extras(no_mpi):
+    job = finish(start([sys.executable, *MODULE], **no_mpi))
     assert job.code == 2
     assert len(job.complaints) == 1 and "pip install 'zero_mpi[mpich]'" in job.complaints[0], job.err
     assert "Traceback" not in job.err
