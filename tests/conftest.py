@@ -179,7 +179,7 @@ def start(command, **env):
     )
 
 
-def finish(process, timeout_s=90):
+def finish(process, timeout_s=240):
     """Wait for `process`; on a timeout end its group, by id, and fail."""
     began = time.monotonic()
     try:
@@ -195,7 +195,7 @@ def finish(process, timeout_s=90):
 def launch():
     """Return a function that runs `mpiexec -n N python ARGS` and returns the Job."""
 
-    def run(n, *args, timeout_s=90, **env):
+    def run(n, *args, timeout_s=240, **env):
         command = [mpiexec(), "-n", str(n), sys.executable, *map(str, args)]
         return finish(start(command, **env), timeout_s)
 

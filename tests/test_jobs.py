@@ -52,6 +52,69 @@ def test_real_digits_are_learned(launch):
     assert float(losses[-2]) < 0.2 * float(losses[0])
 
 
+STALE = """
+import sys
+from zero_mpi.schemes import ZeRO1
+ZeRO1.all_gather = lambda self, u, full: None
+from zero_mpi.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_check_that_fails_is_said_and_exits_1(launch, tmp_path):
+    script = tmp_path / "stale.py"
+    script.write_text(STALE)
+    job = launch(3, script, "--dims", "7,5,3", "--json", tmp_path / "out.json")
+    assert job.code == 1, job.err
+    assert "FAILS  learning   ZeRO-1 parts from data parallel in step 1" in job.out
+    assert "FAILS  traffic    ZeRO-1, rank 0: step 1: all-gather: sent 0 B" in job.out
+    assert "Why exactly zero" not in job.out
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["exit_code"] == 1
+    assert [v["check"] for v in result["verdicts"] if not v["holds"]] == ["learning", "traffic"]
+
+
+def test_a_loss_that_is_not_finite_is_one_line_and_exit_1(launch):
+    job = launch(3, *MODULE, "--lr", "1e30", "--precision", "fp32")
+    assert job.code == 1
+    assert len(job.complaints) == 1 and "in step 2 of data parallel" in job.complaints[0], job.err
+    assert "Traceback" not in job.err and "Checks" not in job.out
+
+
+def test_seeds_and_settings_reach_the_run(launch, tmp_path):
+    digests = set()
+    for i, args in enumerate(
+        [[], ["--init-seed", "1"], ["--seed", "8"], ["--lr", "0.02"], ["--batch", "3"], ["--steps", "9"]]
+    ):
+        path = tmp_path / f"{i}.json"
+        job = launch(1, *MODULE, "--dims", "7,5,3", "--scheme", "dp", "--json", path, *args)
+        assert job.code == 0, job.err
+        digests.add(json.loads(path.read_text())["learning"]["schemes"]["dp"]["theta_digest"])
+    assert len(digests) == 6
+
+
+def test_a_sweep_runs_each_size_and_checks_each(launch, tmp_path):
+    path = tmp_path / "out.json"
+    job = launch(4, *MODULE, "--sweep", "1,3,2", "--dims", "7,5,3", "--json", path)
+    assert job.code == 0, job.err
+    assert max(map(len, job.out.splitlines())) <= 80
+    assert "holds  traffic    at N = 1, 2, 3" in job.out
+    rows = json.loads(path.read_text())["sweep"]
+    assert [row["ranks"] for row in rows] == [1, 2, 3]
+    held = [sum(rank["held_bytes"].values()) for rank in rows[2]["memory"]["zero3"]["ranks"]]
+    assert held == [320, 304, 304]
+
+
+def test_a_sweep_that_fails_at_one_size_says_which(launch, tmp_path):
+    script = tmp_path / "stale.py"
+    script.write_text(STALE)
+    job = launch(2, script, "--sweep", "1,2", "--dims", "7,5,3", "--quiet")
+    assert job.code == 1, job.err
+    assert "holds  memory     at N = 1, 2" in job.out
+    assert "FAILS  traffic    N = 2: ZeRO-1, rank 0" in job.out
+    assert "holds  learning   N = 1" in job.out or "FAILS  learning   N = 1" in job.out
+
+
 def test_no_check_runs_the_named_scheme_alone(launch):
     job = launch(2, *MODULE, "--scheme", "zero2", "--no-check")
     assert job.code == 0, job.err
@@ -101,6 +164,9 @@ MISTAKES = {
         ["--precision", "bf16", "--gather-dtype", "float16"],
         "gather dtype: expected one that holds bfloat16 parameters exactly, got float16",
     ),
+    "sweep beyond the job": (["--sweep", "1,4"], "--sweep: expected sizes up to the job's 3 ranks, got 4"),
+    "epochs of a stream": (["--epochs", "2"], "--epochs: expected --data FILE beside it"),
+    "no number": (["--lr", "nan"], "argument --lr: expected a finite number above 0, got 'nan'"),
     "json": (["--json", "/nowhere/out.json"], "--json /nowhere/out.json: cannot be written"),
 }
 

@@ -27,7 +27,7 @@ def test_commands_of_the_readme_run(command):
     if words[0] == "mpiexec":
         words[0] = mpiexec()
     words[words.index("python")] = sys.executable
-    job = finish(start(words), timeout_s=240)
+    job = finish(start(words))
     assert job.code == 0, job.err
     assert "FAILS" not in job.out
 
@@ -35,7 +35,7 @@ def test_commands_of_the_readme_run(command):
 @pytest.mark.launches
 def test_the_suites_command_runs_tests():
     words = [mpiexec(), "-n", "4", sys.executable, "-m", "pytest", "--with-mpi", "tests/test_spec.py"]
-    job = finish(start(words), timeout_s=240)
+    job = finish(start(words))
     assert job.code == 0, job.out + job.err
     assert job.out.count("passed") == 1
 

@@ -180,10 +180,11 @@ def _train(
     if comm.rank == 0:
         report.print_result(results, args.quiet)
         if target is not None:
-            evidence = results[comm.size]
             if args.sweep:
-                sizes = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
-                evidence = {"sweep": sizes}
+                each = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
+                evidence: dict[str, Any] = {"sweep": each}
+            else:
+                evidence = results[comm.size]
             target.write({"settings": said, "environment": environment, **evidence, "exit_code": code})
     return code
 
