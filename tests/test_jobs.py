@@ -122,6 +122,15 @@ def test_no_check_runs_the_named_scheme_alone(launch):
     assert "not checked" in job.out and "holds  traffic" in job.out and "reference" not in job.out
 
 
+def test_no_reference_leaves_the_replay_out_and_the_rest_in(launch, tmp_path):
+    job = launch(2, *MODULE, "--no-reference", "--dims", "7,5,3", "--json", tmp_path / "out.json")
+    assert job.code == 0, job.err
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["learning"]["reference"] is None
+    assert [v["check"] for v in result["verdicts"]] == ["learning", "memory", "traffic"]
+    assert "Checked, not claimed" not in job.out
+
+
 def test_the_library_is_enough_for_a_script(launch, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(
