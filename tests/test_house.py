@@ -45,6 +45,7 @@ ALLOWED = {
         "checks",
         "comm",
         "data",
+        "engine",
         "formulas",
         "memory",
         "model",
@@ -55,7 +56,7 @@ ALLOWED = {
         "schemes",
     },
     "report": set(),
-    "cli": {"__init__", "comm", "data", "model", "optim", "precision", "report", "run", "schemes"},
+    "cli": {"__init__", "comm", "data", "engine", "model", "optim", "precision", "report", "run", "schemes"},
 }
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import sys
 import time
 
@@ -260,6 +261,73 @@ def test_one_rank_that_fails_ends_the_job_within_5_s(launch, tmp_path, how, phas
     assert ended - failed < 5
     if how == "raises":
         assert "zero_mpi: rank 1 failed:" in job.err and "rank 1 had enough" in job.err
+
+
+ALONE = """
+import os, signal, sys
+from zero_mpi.cli import main
+from zero_mpi.model import MLP
+error, rank, place = sys.argv[1:4]
+errors = {"value": ValueError("only here"), "float": FloatingPointError("only here"),
+          "interrupt": KeyboardInterrupt(), "exit": SystemExit(3)}
+original, calls = getattr(MLP, place), [0]
+def alone(self, *args, **kwargs):
+    from mpi4py import MPI
+    calls[0] += 1
+    if MPI.COMM_WORLD.rank == int(rank) and calls[0] > 2:
+        raise errors[error]
+    return original(self, *args, **kwargs)
+setattr(MLP, place, alone)
+sys.exit(main(sys.argv[4:]))
+"""
+
+
+@pytest.mark.parametrize("sweep", [[], ["--sweep", "2"]], ids=["all", "sweep"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", ["value", "float", "interrupt", "exit"])
+def test_any_error_of_one_rank_in_training_ends_the_command_line(launch, tmp_path, error, rank, sweep):
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    job = launch(3, script, error, rank, "backward", "--dims", "7,5,3", *sweep, timeout_s=30)
+    assert job.code != 0
+    assert not job.complaints and "Checks" not in job.out
+    if error in ("value", "float"):
+        assert f"zero_mpi: rank {rank} failed:" in job.err and "only here" in job.err
+
+
+@pytest.mark.parametrize("sweep", [[], ["--sweep", "2"], ["--sweep", "1,2,3"]], ids=" ".join)
+def test_a_mistake_in_set_up_is_one_line_in_a_sweep_too(launch, tmp_path, sweep):
+    script = tmp_path / "weights.py"
+    script.write_text(
+        "import sys\n"
+        "from zero_mpi.cli import main\n"
+        "from zero_mpi.model import MLP\n"
+        "def init(self, seed):\n"
+        "    raise ValueError('no weights here')\n"
+        "MLP.init = init\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    job = launch(3, script, "--dims", "7,5,3", *sweep, timeout_s=30)
+    assert job.code == 2
+    assert len(job.complaints) == 1 and "no weights here" in job.complaints[0], job.err
+
+
+def test_json_never_replaces_what_is_no_regular_file(launch, tmp_path):
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link", tmp_path / "target"
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    target.write_text("old")
+    target.chmod(0o600)
+    job = launch(1, *MODULE, "--dims", "7,5,3", "--steps", "1", "--json", pipe)
+    assert job.code == 2 and "expected a regular file" in job.complaints[0]
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+    job = launch(1, *MODULE, "--dims", "7,5,3", "--steps", "1", "--json", link)
+    assert job.code == 0, job.err
+    assert link.is_symlink() and json.loads(target.read_text())["exit_code"] == 0
+    assert stat.S_IMODE(os.stat(target).st_mode) == 0o600
+    target.chmod(0o444)
+    job = launch(1, *MODULE, "--dims", "7,5,3", "--steps", "1", "--json", target)
+    assert job.code == 2 and "read-only" in job.complaints[0]
 
 
 def test_a_killed_rank_of_the_command_line_ends_the_job():

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from . import __version__, report
-from .comm import Communicator, MPIMissing, launched_rank, launcher_mismatch
+from .comm import Communicator, MPIMissing, SharedMistake, launched_rank, launcher_mismatch
 from .data import Batch, Data, FileRows, SeedStream, load_npz
+from .engine import NotFinite
 from .model import MLP
 from .optim import Adam
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
@@ -153,11 +154,11 @@ def _main(comm: Communicator, argv: Sequence[str]) -> int:
         with comm.together():
             target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
         return _train(comm, args, plans, target)
-    except ValueError as error:
+    except SharedMistake as error:
         if comm.rank == 0:
             report.complain(str(error))
         return MISTAKE
-    except FloatingPointError as error:
+    except NotFinite as error:
         if comm.rank == 0:
             report.complain(str(error))
         return FAILS

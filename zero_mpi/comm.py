@@ -101,6 +101,10 @@ class Transport(Protocol):
         """Return the library's name and version."""
 
 
+class SharedMistake(ValueError):
+    """A mistake that all ranks know of and raise alike; any other error may be one rank's alone."""
+
+
 class MPIMissing(RuntimeError):
     """mpi4py is there, but no MPI library that it can load."""
 
@@ -409,20 +413,20 @@ class Communicator:
 
         Raises
         ------
-        ValueError : a setting differs; names it, and two ranks with their values.
+        SharedMistake : a setting differs; names it, and two ranks with their values.
         """
         rows = self.allgather_object({name: str(value) for name, value in settings.items()})
         for name in dict.fromkeys(name for row in rows for name in row):
             for rank, row in enumerate(rows):
                 if row.get(name) != rows[0].get(name):
-                    raise ValueError(
+                    raise SharedMistake(
                         f"{name}: expected the same on every rank, got {rows[0].get(name)} on rank 0 "
                         f"and {row.get(name)} on rank {rank}"
                     )
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Turn a mistake that one rank alone may make into the same ValueError on all. Collective.
+        """Turn a mistake that one rank alone may make into the same SharedMistake on all. Collective.
 
         The body must be local: a rank that fails in it would leave the others waiting.
         """
@@ -433,7 +437,7 @@ class Communicator:
             mistake = str(error) or type(error).__name__
         for other in self.allgather_bytes(mistake.encode()):
             if other:
-                raise ValueError(other.decode())
+                raise SharedMistake(other.decode())
 
     @contextmanager
     def root_works(self) -> Iterator[None]:
@@ -453,15 +457,21 @@ class Communicator:
 
     @contextmanager
     def ending_job_on_error(self) -> Iterator[None]:
-        """End the whole job, with this rank's traceback, if the body raises; without it the others hang."""
+        """End the whole job, with this rank's traceback, if the body raises; without it the others hang.
+
+        An interrupt ends it too, and so does an exit with a code other than 0.
+        """
         try:
             yield
-        except Exception:
-            sys.stdout.flush()
-            print(f"zero_mpi: rank {self.rank} failed:", file=sys.stderr)
-            traceback.print_exc()
-            sys.stderr.flush()
-            self.abort(1)
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                self.abort(error.code if isinstance(error.code, int) else 1)
+            raise
+        except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
+            what = "was interrupted" if interrupted else f"failed:\n{traceback.format_exc()}"
+            print(f"zero_mpi: rank {self.rank} {what}", file=sys.stderr, flush=True)
+            self.abort(130 if interrupted else 1)
             raise
 
     def hosts(self) -> list[str]:

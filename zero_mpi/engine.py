@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from .schemes.base import Scheme
 
 
+class NotFinite(FloatingPointError):
+    """A loss that is no finite number, which all ranks know of and raise alike."""
+
+
 def train_step(scheme: "Scheme", batch: Batch) -> float:
     """Run one step on this rank's `batch`; return the mean over ranks of the loss before the update.
 
@@ -65,12 +69,12 @@ def mean_loss(scheme: "Scheme", loss: float) -> float:
 
     Raises
     ------
-    FloatingPointError : a loss is not finite; the same message on all ranks names step and rank.
+    NotFinite : a loss is not finite; the same message on all ranks names step and rank.
     """
     losses = scheme.comm.allgather_scalar(loss)
     for rank, value in enumerate(losses):
         if not np.isfinite(value):
-            raise FloatingPointError(
+            raise NotFinite(
                 f"loss: expected a finite number, got {value} on rank {rank} "
                 f"in step {scheme.steps_done} of {scheme.name}"
             )

@@ -5,6 +5,7 @@ Not for: measuring or judging; every number here comes from run.py's result.
 
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -250,12 +251,21 @@ class JsonFile:
     """A file that is known to be writable before the run, and is there whole after it, or not at all."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        folder = os.path.dirname(os.path.abspath(path))
-        if os.path.isdir(path):
+        # The file itself, not a link to it: what is put in place must not replace the link.
+        self.path = os.path.realpath(path)
+        folder = os.path.dirname(self.path)
+        if os.path.isdir(self.path):
             raise ValueError(f"--json {path}: expected a file to write, got a directory")
-        if os.path.exists(path) and not os.access(path, os.W_OK):
-            raise ValueError(f"--json {path}: expected a file that can be written, got a read-only one")
+        if os.path.exists(self.path):
+            mode = os.stat(self.path).st_mode
+            if not stat.S_ISREG(mode):
+                raise ValueError(f"--json {path}: expected a regular file to write, got a device or a pipe")
+            # Root may write anything; a file that says read-only is not to be written all the same.
+            if not mode & 0o222 or not os.access(self.path, os.W_OK):
+                raise ValueError(f"--json {path}: expected a file that can be written, got a read-only one")
+            self._mode = stat.S_IMODE(mode)
+        else:
+            self._mode = 0o666 & ~_umask()
         try:
             handle, self._part = tempfile.mkstemp(prefix=".zero_mpi-", suffix=".json", dir=folder)
         except OSError as error:
@@ -267,7 +277,7 @@ class JsonFile:
         with open(self._part, "w", encoding="utf-8") as file:
             json.dump({"schema": SCHEMA, **result}, file, indent=1, allow_nan=False)
             file.write("\n")
-        os.chmod(self._part, 0o666 & ~_umask())
+        os.chmod(self._part, self._mode)
         os.replace(self._part, self.path)
 
     def discard(self) -> None:

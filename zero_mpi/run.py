@@ -11,8 +11,9 @@ from typing import Any
 
 from . import checks, formulas
 from .checks import Verdict
-from .comm import Communicator
+from .comm import Communicator, SharedMistake
 from .data import Batch, Data
+from .engine import NotFinite
 from .memory import Audit, Ledger
 from .model import Model
 from .optim import Adam
@@ -68,7 +69,7 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
 
     Raises
     ------
-    ValueError : the ranks do not share the settings; FloatingPointError : a loss is not finite.
+    SharedMistake : the ranks do not share the settings; NotFinite : a loss is not finite.
     """
     trained = [settings.build(S, comm) for S in schemes]
     lockstep = _Lockstep(comm, settings, trained)
@@ -104,18 +105,19 @@ def run_on(
         return run(comm, settings, schemes)
     part = comm.split(0 if comm.rank < size else None)
     result: dict[str, Any] = {"verdicts": []}
-    not_finite = ""
+    failure, words = "", ""
     with comm.root_works():
         if part is not None:
             try:
                 result = run(part, settings, schemes)
-            except FloatingPointError as error:
-                not_finite = str(error)
+            except (SharedMistake, NotFinite) as error:
+                # All that took part raise it; those that sleep have to be told.
+                failure, words = type(error).__name__, f"N = {size}: {error}"
             part.free()
-    outcome = comm.allgather_object([not_finite, result["verdicts"]])[0]
-    if outcome[0]:
-        raise FloatingPointError(outcome[0])
-    return {**result, "verdicts": outcome[1]}
+    failure, words, verdicts = comm.allgather_object([failure, words, result["verdicts"]])[0]
+    if failure:
+        raise (NotFinite if failure == "NotFinite" else SharedMistake)(words)
+    return {**result, "verdicts": verdicts}
 
 
 class _Lockstep:
