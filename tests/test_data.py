@@ -1,6 +1,7 @@
 """Batches: the document's stream, rows dealt without overlap, and files that are not what they must be."""
 
 import itertools
+import zipfile
 
 import numpy as np
 import pytest
@@ -107,11 +108,36 @@ def write_truncated(path):
 FILES = {
     "No such file": lambda path: None,
     "got a directory": lambda path: path.mkdir(),
-    "damaged or truncated": write_truncated,
-    "cannot read": lambda path: path.write_text("x y"),
-    "got a damaged": lambda path: path.write_bytes(b""),
+    "is damaged, truncated": write_truncated,
+    "or of another kind": lambda path: path.write_text("x y"),
+    "got one that is damaged": lambda path: path.write_bytes(b""),
     "one bare array": lambda path: np.save(path.open("wb"), ones),
 }
+
+
+def test_a_member_that_is_no_array_is_named(tmp_path):
+    with zipfile.ZipFile(tmp_path / "file.npz", "w") as archive:
+        archive.writestr("x", b"bytes")
+        archive.writestr("y", b"bytes")
+    with pytest.raises(ValueError, match="x: expected an array, got bytes"):
+        load_npz(tmp_path / "file.npz", 64, 10)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_no_flipped_byte_is_a_traceback(tmp_path, compressed):
+    x, y = np.arange(60, dtype=np.float32).reshape(6, 10), np.ones((6, 2), np.float32)
+    path = tmp_path / "file.npz"
+    (np.savez_compressed if compressed else np.savez)(path, x=x, y=y)
+    whole = path.read_bytes()
+    refused = 0
+    for i in range(0, len(whole), 3):
+        path.write_bytes(whole[:i] + bytes([whole[i] ^ 0x55]) + whole[i + 1 :])
+        try:
+            load_npz(path, 10, 2)
+        except ValueError as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+            refused += 1
+    assert refused > len(whole) / 6
 
 
 @pytest.mark.parametrize("words", FILES)

@@ -7,6 +7,7 @@ import stat
 import sys
 import time
 
+import numpy as np
 import pytest
 from conftest import DATA, finish, mpiexec, start
 
@@ -163,7 +164,7 @@ MISTAKES = {
         "y: expected 64 columns, the last of --dims, got 10",
     ),
     "missing file": (["--data", "nowhere.npz"], "nowhere.npz: No such file or directory"),
-    "malformed file": (["--data", __file__], "expected an .npz file, got one that numpy cannot read"),
+    "malformed file": (["--data", __file__], "expected an .npz file, got one that is damaged"),
     "too few rows": (
         ["--data", DATA / "digits.npz", "--dims", "64,10", "--batch", "1000"],
         "expected at least 3000 rows, a global batch of 3 x 1000, got 1797",
@@ -217,6 +218,29 @@ def test_settings_that_differ_between_ranks_are_named(launch):
     assert job.complaints == [
         "zero_mpi: error: --steps: expected the same on every rank, got 3 on rank 0 and 4 on rank 1"
     ]
+
+
+def test_data_that_differ_between_ranks_are_named(tmp_path):
+    x, y = np.ones((40, 7), np.float32), np.ones((40, 3), np.float32)
+    command = [mpiexec()]
+    for rank, rows in enumerate((x, 2 * x)):
+        (tmp_path / str(rank)).mkdir()
+        np.savez(tmp_path / str(rank) / "d.npz", x=rows, y=y)
+        run_there = f"import os, runpy, sys; os.chdir({str(tmp_path / str(rank))!r}); "
+        run_there += "sys.argv[0] = 'zero_mpi'; runpy.run_module('zero_mpi', run_name='__main__')"
+        command += ["-n", "1", sys.executable, "-c", run_there, "--data", "d.npz", "--dims", "7,3", ":"]
+    job = finish(start(command[:-1]))
+    assert job.code == 2
+    assert len(job.complaints) == 1 and "rows of --data (d.npz): expected the same" in job.complaints[0], (
+        job.err
+    )
+
+
+def test_a_terminal_without_theta_loses_no_evidence(launch, tmp_path):
+    path = tmp_path / "out.json"
+    job = launch(2, *MODULE, "--dims", "7,5,3", "--json", path, PYTHONIOENCODING="ascii")
+    assert job.code == 0, job.err
+    assert "max |?-?_dp|" in job.out and json.loads(path.read_text())["exit_code"] == 0
 
 
 FAILING = """

@@ -4,7 +4,9 @@ Not for: import; nobody imports it but __main__.py.
 """
 
 import argparse
+import io
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn
@@ -139,6 +141,9 @@ def main(argv: Sequence[str]) -> int:
         if launched_rank() == 0:
             report.complain(alone)
         return MISTAKE
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal without θ gets a question mark.
+        sys.stdout.reconfigure(errors="replace")
     with comm.ending_job_on_error():
         return _main(comm, argv)
 
@@ -150,6 +155,7 @@ def _main(comm: Communicator, argv: Sequence[str]) -> int:
             args = parser().parse_args(argv)
             plans = _plans(args, comm.size)
         comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
+        comm.agree(**{f"rows of --data ({args.data})": plans[max(plans)].settings.data.fingerprint()})
         # Last, so that no other mistake can leave a file begun behind.
         with comm.together():
             target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
@@ -179,7 +185,7 @@ def _train(
     holds = all(verdict["holds"] for result in results.values() for verdict in result["verdicts"])
     code = HOLDS if holds else FAILS
     if comm.rank == 0:
-        report.print_result(results, args.quiet)
+        # The file first: what it holds must not depend on a terminal.
         if target is not None:
             if args.sweep:
                 each = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
@@ -187,6 +193,7 @@ def _train(
             else:
                 evidence = results[comm.size]
             target.write({"settings": said, "environment": environment, **evidence, "exit_code": code})
+        report.print_result(results, args.quiet)
     return code
 
 

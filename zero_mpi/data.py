@@ -3,8 +3,8 @@
 Not for: what a batch is used for. Both give global batches: a sequence of one (x, y) for each rank.
 """
 
+import hashlib
 import os
-import zipfile
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -18,6 +18,9 @@ class Data(Protocol):
 
     def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
         """Yield global batches for `size` ranks, the same on every rank; item r is rank r's (x, y)."""
+
+    def fingerprint(self) -> str:
+        """Return a text that differs where data differ, to compare between ranks."""
 
 
 class SeedStream:
@@ -33,6 +36,9 @@ class SeedStream:
 
     def __init__(self, seed: int, rows: int, n_in: int, n_out: int) -> None:
         self.seed, self.rows, self.n_in, self.n_out = seed, rows, n_in, n_out
+
+    def fingerprint(self) -> str:
+        return f"seed {self.seed}, {self.rows} rows of {self.n_in} and {self.n_out}"
 
     def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
         rng = np.random.default_rng(self.seed)
@@ -58,6 +64,12 @@ class FileRows:
     def __init__(self, x: np.ndarray, y: np.ndarray, *, seed: int, rows: int, epochs: int) -> None:
         self.x, self.y = x, y
         self.seed, self.rows, self.epochs = seed, rows, epochs
+
+    def fingerprint(self) -> str:
+        contents = hashlib.blake2b(digest_size=8)
+        for array in (self.x, self.y):
+            contents.update(np.ascontiguousarray(array).data)
+        return f"{self.x.shape} and {self.y.shape}, contents {contents.hexdigest()}"
 
     def steps_per_epoch(self, size: int) -> int:
         """Return the number of whole global batches in an epoch for `size` ranks."""
@@ -110,19 +122,20 @@ def load_npz(path: str | os.PathLike, n_in: int, n_out: int) -> tuple[Batch, str
     try:
         archive = np.load(name, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise ValueError(f"{name}: expected an .npz file with arrays x and y, got one bare array")
+            raise _Bad(f"{name}: expected an .npz file with arrays x and y, got one bare array")
         with archive:
             arrays = {key: _read(archive, key, name) for key in ("x", "y")}
+    except _Bad:
+        raise
     except OSError as error:
-        if error.strerror is None:
-            raise ValueError(f"{name}: expected an .npz file, got one that numpy cannot read") from None
-        raise ValueError(f"{name}: {error.strerror}") from None
-    except (zipfile.BadZipFile, EOFError):
-        raise ValueError(f"{name}: expected an .npz file, got a damaged or truncated one") from None
-    except ValueError as error:
-        if str(error).startswith(name):
-            raise
-        raise ValueError(f"{name}: expected an .npz file, got one that numpy cannot read") from None
+        raise ValueError(f"{name}: {error.strerror or 'expected an .npz file, got a damaged one'}") from None
+    except Exception as error:
+        # A damaged archive fails in zipfile, zlib, lzma, numpy's header parser or the allocator, each with
+        # an error of its own; all mean the same to who named the file.
+        raise ValueError(
+            f"{name}: expected an .npz file, got one that is damaged, truncated or of another kind "
+            f"({type(error).__name__})"
+        ) from None
     converted = [f"{key} {a.dtype} -> float32" for key, a in arrays.items() if a.dtype != np.float32]
     x = _checked(arrays["x"], "x", n_in, "first", name)
     y = _checked(arrays["y"], "y", n_out, "last", name)
@@ -131,18 +144,23 @@ def load_npz(path: str | os.PathLike, n_in: int, n_out: int) -> tuple[Batch, str
     return (x, y), ", ".join(converted)
 
 
+class _Bad(ValueError):
+    """What is wrong with a file, already in words."""
+
+
 def _read(archive: np.lib.npyio.NpzFile, key: str, name: str) -> np.ndarray:
     if key not in archive:
         found = ", ".join(archive.files) or "none"
-        raise ValueError(f"{name}: expected arrays x and y, got {found}")
+        raise _Bad(f"{name}: expected arrays x and y, got {found}")
     try:
-        return archive[key]
+        array = archive[key]
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise
-        raise ValueError(
-            f"{name}: {key}: expected numbers, got Python objects, which are never loaded"
-        ) from None
+        raise _Bad(f"{name}: {key}: expected numbers, got Python objects, which are never loaded") from None
+    if not isinstance(array, np.ndarray):
+        raise _Bad(f"{name}: {key}: expected an array, got bytes that are none")
+    return array
 
 
 def _checked(array: np.ndarray, key: str, columns: int, end: str, name: str) -> np.ndarray:
