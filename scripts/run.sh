@@ -6,4 +6,7 @@
 # N=4 scripts/run.sh ... takes another number of ranks.
 set -u
 . "$(dirname "$0")/setup.sh"
+case "${N:-8}" in
+  *[!0-9]* | 0*) echo "N: expected a number of ranks, at least 1, got '$N'" >&2; exit 2 ;;
+esac
 exec "$MPIEXEC" -n "${N:-8}" "$PYTHON" -m zero_mpi --scheme all "${REST[@]+"${REST[@]}"}"

@@ -38,7 +38,7 @@ fi
 # What is installed is remembered by what it was installed from: repeated runs install nothing.
 extras=test
 [ "$mpi" = system ] || extras=test,$mpi
-wanted="$extras $root $(cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
+wanted="$extras $root $("$base" -c "import sys; print(sys.version, sys.base_prefix)") $(cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
 [ "$mpi" != system ] || wanted="$wanted $(command -v mpiexec) $(mpiexec --version 2>/dev/null | head -n 3)"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
   echo "installing into ${venv##*/} ..." >&2

@@ -145,9 +145,16 @@ def test_messages_are_held_to_their_formula():
         "formula_bytes": {"all-gather": 5},
         "sent_messages": 3,
         "formula_messages": 2,
+        "control_bytes": 16,
+        "control_messages": 2,
+        "control_formula": [16, 2],
     }
     assert checks.traffic_fault(evidence) == "sent 3 messages, formula 2"
-    assert checks.traffic_fault({**evidence, "sent_messages": 2}) == ""
+    right = {**evidence, "sent_messages": 2}
+    assert checks.traffic_fault(right) == ""
+    loud = checks.traffic_fault({**right, "control_bytes": 280})
+    assert loud == "control: sent 280 B in 2 messages, formula 16 B in 2"
+    assert "in 3 messages" in checks.traffic_fault({**right, "control_messages": 3})
 
 
 def test_losses_are_added_in_rank_order_in_double():

@@ -74,3 +74,22 @@ def test_links_lead_somewhere():
 
 def test_every_module_in_the_reading_order_exists():
     assert all((ROOT / "zero_mpi" / Path(p)).exists() for p in ("layout.py", "ring.py", "engine.py"))
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "ranks, options, title",
+    [
+        (32, ["--sweep", "1,2,4,8,16,32", "--no-reference"], "Traffic per rank and step, in units"),
+        (32, ["--sweep", "1,2,4,8,16,32", "--no-reference"], "Memory per rank, bytes per parameter"),
+        (8, ["--precision", "fp32"], "Learning\n"),
+    ],
+)
+def test_the_other_tables_shown_are_printed_too(launch, ranks, options, title):
+    shown = next(text for _, text in BLOCKS if title in text and not text.startswith("zero_mpi "))
+    job = launch(ranks, "-m", "zero_mpi", *options)
+    assert job.code == 0, job.err
+    # The digest's bits are another BLAS's own; all else, losses included, is the same everywhere.
+    without = re.compile(r" [0-9a-f]{16}$")
+    rows = [[without.sub("", line) for line in section(text, title)] for text in (shown, job.out)]
+    assert rows[0] == rows[1]

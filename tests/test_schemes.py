@@ -295,6 +295,42 @@ def test_a_loss_that_is_not_finite_is_named_on_every_rank():
     assert messages == {"loss: expected a finite number, got nan on rank 2 in step 1 of ZeRO-2"}
 
 
+@pytest.mark.parametrize(
+    "x, y, words",
+    [
+        (np.ones((2, 7)), np.ones((2, 3), np.float32), "x: expected float32 rows"),
+        (np.ones((2, 7), np.float32), np.ones((2, 3), int), "y: expected float32 rows"),
+        (np.ones((0, 7), np.float32), np.ones((0, 3), np.float32), "x: expected float32 rows, at least one"),
+        (np.ones((2, 7), np.float32), np.ones((3, 3), np.float32), "y: expected as many rows as x, 2, got 3"),
+        (
+            np.ones((2, 7), np.float32),
+            np.ones((2, 1), np.float32),
+            r"y: expected shape \(2, 3\), got \(2, 1\)",
+        ),
+        ([[1.0] * 7], np.ones((1, 3), np.float32), "x: expected a numpy array, got list"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused(x, y, words):
+    def work(comm):
+        with pytest.raises((ValueError, TypeError), match=words):
+            DP(M, comm).step((x, y))
+
+    run_ranks(1, work)
+
+
+def test_a_number_of_ranks_is_no_communicator():
+    with pytest.raises(TypeError, match="^comm: expected an mpi4py communicator, .* got int"):
+        DP(M, 8)
+
+
+def test_weights_that_overflow_in_the_last_step_are_named():
+    def work(comm):
+        with pytest.raises(FloatingPointError, match="^weights: .* on rank . after step 1 of data parallel"):
+            run(comm, settings(optimizer=Adam(lr=1e7), steps=1), list(SCHEMES))
+
+    run_ranks(3, work)
+
+
 def test_full_theta_is_in_unit_order_and_on_rank_0_alone():
     expected = np.concatenate(list(M.init(0)))
     for S in SCHEMES:

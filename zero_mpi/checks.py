@@ -48,24 +48,35 @@ class Parting(NamedTuple):
 
 
 def compare(scheme: Scheme, partner: Scheme) -> Parting:
-    """Compare this rank's float32 blocks, and its whole replicas, with those of `partner`. Local.
+    """Compare all that this rank owns, and its whole replicas, bit for bit with `partner`'s. Local.
+
+    Owned are weights, 16-bit parameters, gradients and moments alike.
 
     Owners' blocks alone would hide a rank whose copy of the others' blocks is stale.
     """
     owned, replica, identical = 0.0, 0.0, True
     for u in scheme.units:
-        mine, theirs = scheme.owned_theta(u), partner.owned_theta(u)
-        identical &= same_bits(mine, theirs)
-        owned = max(owned, largest_difference(mine, theirs))
+        for (_, _, _, array), (_, _, _, partners_array) in zip(
+            scheme.owned(u), partner.owned(u), strict=True
+        ):
+            identical &= same_bits(array, partners_array)
+        owned = max(owned, largest_difference(scheme.owned_theta(u), partner.owned_theta(u)))
         whole, partners = scheme.replica(u), partner.replica(u)
-        if whole is not None and partners is not None:
-            identical &= same_bits(whole, partners)
-            replica = max(replica, largest_difference(*(x.astype(np.float32) for x in (whole, partners))))
+        if whole is not None and partners is not None and not same_bits(whole, partners):
+            identical = False
+            wide = [x.astype(np.float32) for x in (whole, partners)]
+            replica = max(replica, largest_difference(*wide))
     return Parting(owned, replica, identical)
 
 
+def owns_finite(scheme: Scheme) -> bool:
+    """Return whether all that this rank owns is finite: the last update is in no loss. Local."""
+    arrays = (array for u in scheme.units for _, _, _, array in scheme.owned(u))
+    return all(bool(np.isfinite(array).all()) for array in arrays)
+
+
 def replica_fingerprint(scheme: Scheme) -> int:
-    """Return 64 bits that differ where what this rank holds whole differs; 0 where it holds shards. Local."""
+    """Return 64 bits that differ where what this rank holds whole differs. Local."""
     fingerprint = hashlib.blake2b(digest_size=8)
     for u in scheme.units:
         whole = scheme.replica(u)
@@ -121,31 +132,45 @@ def itemsizes(scheme: Scheme) -> formulas.Itemsizes:
 def memory_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
     """Return what this rank holds, in bytes, and what the formula says it holds. Local."""
     size, rank = scheme.comm.size, scheme.comm.rank
-    ledger, units = scheme.ledger, scheme.model.units
-    expected = formulas.resident_bytes(claim, units, itemsizes(scheme), size, rank)
+    ledger, units, items = scheme.ledger, scheme.model.units, itemsizes(scheme)
+    expected = formulas.resident_bytes(claim, units, items, size, rank)
+    limits = formulas.transient_peak_bytes(claim, units, items, size)
+    # Not the scheme's: what the optimizer works in, and what the model saves, which grows with the batch.
+    limits["optimizer scratch"] = 4 * scheme.optimizer.scratch_numel(max(units))
+    limits["activations"] = ledger.peak_bytes("activations")
     return {
         "held_bytes": {band: ledger.alive_bytes(band) for band in expected},
+        "peak_bytes": {band: ledger.peak_bytes(band) for band in expected},
         "formula_bytes": expected,
         "transient_bytes": ledger.transient_bytes,
         "transient_peak_bytes": ledger.transient_peak_bytes,
         "transient_peak_by_kind_bytes": ledger.transient_peaks(),
-        "gathered_peak_formula_bytes": formulas.gathered_peak_bytes(claim, units),
+        "transient_limit_by_kind_bytes": limits,
         "total_peak_bytes": ledger.total_peak_bytes,
         "padding_bytes": ledger.padding_bytes,
     }
 
 
 def memory_fault(evidence: dict[str, Any]) -> str:
-    """Return what is wrong with one rank's memory, in words, or an empty string."""
-    for band, held in evidence["held_bytes"].items():
-        if held != evidence["formula_bytes"][band]:
-            return f"{band}: holds {held} B, formula {evidence['formula_bytes'][band]} B"
+    """Return what is wrong with one rank's memory, in words, or an empty string.
+
+    Bands are the formula's now and at their peak; transients are gone between steps, of known kinds, and
+    never more than one unit at a time.
+    """
+    for band, expected in evidence["formula_bytes"].items():
+        held, peak = evidence["held_bytes"][band], evidence["peak_bytes"][band]
+        if held != expected:
+            return f"{band}: holds {held} B, formula {expected} B"
+        if peak != expected:
+            return f"{band}: held {peak} B within a step, formula {expected} B"
     if evidence["transient_bytes"]:
         return f"{evidence['transient_bytes']} B of transient arrays outlive the step"
-    peak = evidence["transient_peak_by_kind_bytes"].get("gathered unit", 0)
-    if peak > evidence["gathered_peak_formula_bytes"]:
-        expected = evidence["gathered_peak_formula_bytes"]
-        return f"gathered units: peak {peak} B, one unit at a time takes {expected} B"
+    for kind, peak in evidence["transient_peak_by_kind_bytes"].items():
+        limit = evidence["transient_limit_by_kind_bytes"].get(kind)
+        if limit is None:
+            return f"{kind}: peak {peak} B of a kind that no formula knows"
+        if peak > limit:
+            return f"{kind}: peak {peak} B, one unit at a time takes {limit} B"
     return ""
 
 
@@ -154,7 +179,7 @@ def traffic_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
     size, rank = scheme.comm.size, scheme.comm.rank
     traffic, items, n_params = scheme.step_traffic, itemsizes(scheme), scheme.model.n_params
     expected = formulas.sent_bytes(claim, scheme.model.units, items, size, rank)
-    model = traffic.total(traffic="model")
+    model, control = traffic.total(traffic="model"), traffic.total(traffic="control")
     by_name = {name: traffic.total(traffic="model", collective=name) for name in expected}
     sent = {name: count.sent_bytes for name, count in by_name.items()}
     sent["other"] = model.sent_bytes - sum(sent.values())
@@ -166,7 +191,9 @@ def traffic_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
             claim, scheme.model.units, items, size, rank, scheme.comm.max_message_bytes
         ),
         "received_bytes": model.received_bytes,
-        "control_bytes": traffic.total(traffic="control").sent_bytes,
+        "control_bytes": control.sent_bytes,
+        "control_messages": control.sent_messages,
+        "control_formula": list(formulas.control_sent(size)),
         "sent_units": {name: count.sent_elements / n_params for name, count in by_name.items()},
     }
 
@@ -178,4 +205,11 @@ def traffic_fault(evidence: dict[str, Any]) -> str:
             return f"{name}: sent {sent} B, formula {evidence['formula_bytes'][name]} B"
     if evidence["sent_messages"] != evidence["formula_messages"]:
         return f"sent {evidence['sent_messages']} messages, formula {evidence['formula_messages']}"
+    # Else model bytes could travel under another name.
+    control = [evidence["control_bytes"], evidence["control_messages"]]
+    if control != evidence["control_formula"]:
+        expected = evidence["control_formula"]
+        return (
+            f"control: sent {control[0]} B in {control[1]} messages, formula {expected[0]} B in {expected[1]}"
+        )
     return ""

@@ -250,6 +250,10 @@ class Communicator:
     def __init__(self, comm: Any = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         if max_message_bytes < 1:
             raise ValueError(f"max_message_bytes: expected at least 1, got {max_message_bytes}")
+        if comm is not None and not hasattr(comm, "exchange") and not hasattr(comm, "Dup"):
+            raise TypeError(
+                f"comm: expected an mpi4py communicator, a Communicator or None, got {type(comm).__name__}"
+            )
         self.transport: Transport = comm if hasattr(comm, "exchange") else MPITransport(comm)
         self.rank = self.transport.rank
         self.size = self.transport.size

@@ -31,8 +31,8 @@ def train_step(scheme: "Scheme", batch: Batch) -> float:
     whole unit alive one turn too long.
     """
     model, comm, ledger = scheme.model, scheme.comm, scheme.ledger
+    x, target = checked(batch)
     comm.traffic = Traffic()
-    x, target = batch
     saved: dict[int, Any] = {}
 
     comm.phase = "forward"
@@ -62,6 +62,26 @@ def train_step(scheme: "Scheme", batch: Batch) -> float:
     mean = mean_loss(scheme, loss)
     scheme.step_traffic, comm.traffic, comm.phase = comm.traffic, Traffic(), "between steps"
     return mean
+
+
+def checked(batch: Batch) -> Batch:
+    """Return `batch` if it is one: two float32 arrays with as many rows, at least one. Local.
+
+    Raises
+    ------
+    TypeError, ValueError : it is not; names x or y.
+    """
+    for name, array in zip(("x", "y"), batch, strict=True):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{name}: expected a numpy array, got {type(array).__name__}")
+        if array.dtype != np.float32 or array.ndim < 1 or len(array) < 1:
+            raise ValueError(
+                f"{name}: expected float32 rows, at least one, got {array.dtype} of shape {array.shape}"
+            )
+    x, y = batch
+    if len(x) != len(y):
+        raise ValueError(f"y: expected as many rows as x, {len(x)}, got {len(y)}")
+    return x, y
 
 
 def mean_loss(scheme: "Scheme", loss: float) -> float:

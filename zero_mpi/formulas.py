@@ -146,9 +146,23 @@ def traffic_units(claim: Claim, size: int) -> Fraction:
     return Fraction(collectives * (size - 1), size)
 
 
-def gathered_peak_bytes(claim: Claim, units: Sequence[int]) -> int:
-    """Return the peak of gathered units: the largest unit in float32 if parameters are sharded, else 0.
+def control_sent(size: int) -> tuple[int, int]:
+    """Return the control bytes and messages a rank sends in a step: its loss, float64, passed around once."""
+    return 8 * (size - 1), size - 1
 
-    One unit at a time is the promise that makes 16/N true while a step runs (ZeRO paper, section 7.2.2).
+
+def transient_peak_bytes(claim: Claim, units: Sequence[int], items: Itemsizes, size: int) -> dict[str, int]:
+    """Return the most bytes each kind of transient array of a scheme may take: one unit at a time.
+
+    That is the promise which makes 16/N true while a step runs (ZeRO paper, section 7.2.2): a whole unit of
+    parameters to compute with, of its gradient, and of either on the wire; and one block to receive into.
     """
-    return 4 * max(units) if "params" in claim.sharded else 0
+    largest = max(units)
+    return {
+        "widened unit": 4 * largest,
+        "gathered unit": 4 * largest if "params" in claim.sharded else 0,
+        "unit gradient": 4 * largest,
+        "reduce wire": items.reduce * largest,
+        "gather wire": items.gather * largest,
+        "ring buffer": items.reduce * block_numel(largest, size, 0),
+    }

@@ -95,6 +95,10 @@ class Ledger:
         """Peak of all bytes together since construction or `reset_peaks`."""
         return self._total_peak
 
+    def peak_bytes(self, kind: str) -> int:
+        """Return the peak of one kind since construction or `reset_peaks`."""
+        return self._peak.get(kind, 0)
+
     def transient_peaks(self) -> dict[str, int]:
         """Return the peak in bytes of each transient kind that was ever alive, in alphabetical order."""
         return {kind: self._peak[kind] for kind in sorted(self._peak) if kind not in BANDS}

@@ -20,6 +20,7 @@ ORDER_OF_SUMMATION = (
     "other bits (about 1e-7, and growing): schemes that differ in it would part, and none would be wrong."
 )
 REPLAYED = "Checked, not claimed: rank 0 replayed the run alone in that order and got the same bits."
+NOT_REPLAYED = "That order was not checked in this run: the replay on rank 0 was left out."
 
 FOOTER = (
     "The checks compare integers, rank by rank. Ranks differ by a few elements where N does not divide a "
@@ -106,7 +107,10 @@ def learning(result: dict[str, Any]) -> list[str]:
     if len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
         replay = evidence["reference"]
         replayed = replay is not None and replay["identical_steps"] == steps
-        lines += [*_wrapped("  ", f"{ORDER_OF_SUMMATION} {REPLAYED if replayed else ''}"), ""]
+        if replay is None:
+            lines += [*_wrapped("  ", f"{ORDER_OF_SUMMATION} {NOT_REPLAYED}"), ""]
+        elif replayed:
+            lines += [*_wrapped("  ", f"{ORDER_OF_SUMMATION} {REPLAYED}"), ""]
     return lines
 
 

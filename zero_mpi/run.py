@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from . import checks, formulas
 from .checks import Verdict
 from .comm import Communicator, SharedMistake
@@ -23,9 +25,11 @@ from .ring import Ring
 from .schemes import SCHEMES, Scheme
 
 # What an audit lets pass. At rest: a handful of scalars. At the peak of a step: the interpreter's own objects
-# made in it, and once more what activations take (a gradient of activations while it is being made).
+# made in it, which grow with the units, and once more what activations take (a gradient of activations while
+# it is being made).
 AUDIT_RESIDENT_BYTES = 1024
 AUDIT_PEAK_BYTES = 48 * 1024
+AUDIT_PEAK_BYTES_A_UNIT = 2048
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,17 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     """
     trained = [settings.build(S, comm) for S in schemes]
     lockstep = _Lockstep(comm, settings, trained)
-    for batches in itertools.islice(settings.data.global_batches(comm.size), settings.steps):
-        lockstep.step(batches)
+    # What overflows is judged below, once and for all ranks, not warned of by each.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for batches in itertools.islice(settings.data.global_batches(comm.size), settings.steps):
+            lockstep.step(batches)
+    for scheme in trained:
+        finite = comm.allgather_scalar(checks.owns_finite(scheme), np.uint8)
+        if not finite.all():
+            raise NotFinite(
+                f"weights: expected finite numbers, got NaN or infinity on rank {int(np.argmin(finite))} "
+                f"after step {lockstep.steps} of {scheme.name}"
+            )
     learning = lockstep.learning()
     memory = {s.key: _memory(s, lockstep.memory_faults.get(s.key, "")) for s in trained}
     traffic = {s.key: _traffic(s, lockstep.traffic_faults.get(s.key, "")) for s in trained}
@@ -290,7 +303,11 @@ def _audit(comm: Communicator, settings: Settings, S: type[Scheme], memory: dict
     audit.begin(scheme.ledger)
     scheme.step(mine[-1])
     finding = audit.finding(scheme.ledger)
-    peak_limit = AUDIT_PEAK_BYTES + memory["transient_peak_by_kind_bytes"].get("activations", 0)
+    peak_limit = (
+        AUDIT_PEAK_BYTES
+        + AUDIT_PEAK_BYTES_A_UNIT * len(scheme.units)
+        + memory["transient_peak_by_kind_bytes"].get("activations", 0)
+    )
     fault = ""
     if finding.resident_outside_bytes > AUDIT_RESIDENT_BYTES:
         fault = f"{finding.resident_outside_bytes} B live outside the ledger, most at {finding.largest}"
@@ -314,5 +331,9 @@ def _fault_verdict(check: str, what: str, schemes: dict[str, dict[str, Any]]) ->
     faults = [row["fault"] for row in schemes.values() if row["fault"]]
     equal = f"{what} equal the formula on every rank, to the byte"
     if check == "audit":
-        equal = "Python's allocator knows of nothing of the model's size outside the ledger"
+        limits = [[row[f"{part}_limit_bytes"] for row in schemes.values()] for part in ("resident", "peak")]
+        equal = (
+            f"Python's allocator sees nothing outside the ledger beyond {max(limits[0])} B at rest and "
+            f"{max(limits[1])} B at the peak of a step"
+        )
     return Verdict(check, not faults, "; ".join(faults) or equal)

@@ -59,7 +59,12 @@ class MLP:
         return y, (x, y)
 
     def loss(self, y_hat: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the mean over all elements of (y_hat - y)^2 and its gradient 2 (y_hat - y) / y.size."""
+        """Return the mean over all elements of (y_hat - y)^2 and its gradient 2 (y_hat - y) / y.size.
+
+        Raises ValueError where shapes differ: numpy would stretch one over the other in silence.
+        """
+        if y.shape != y_hat.shape:
+            raise ValueError(f"y: expected shape {y_hat.shape}, got {y.shape}")
         difference = y_hat - y
         loss = float(np.mean(difference * difference))
         difference *= np.float32(2.0 / y.size)
