@@ -15,7 +15,8 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import pytest  # noqa: E402
 from _pytest.config import create_terminal_writer  # noqa: E402
 
-from zero_mpi.comm import Communicator, launched_rank  # noqa: E402
+from zero_mpi.comm import Communicator  # noqa: E402
+from zero_mpi.transport import launched_rank  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -131,6 +131,19 @@ def test_groups_count_for_themselves(comm):
     half.free()
 
 
+@pytest.mark.mpi
+def test_schemes_share_one_duplicate_of_a_communicator():
+    from mpi4py import MPI
+
+    # MPI libraries run out of communicators: MPICH after some 2000.
+    ours = MPI.COMM_WORLD.Dup()
+    for _ in range(2500):
+        communicator = Communicator(ours)
+    assert communicator.allgather_scalar(1).sum() == communicator.size
+    assert communicator.transport._comm != ours
+    ours.Free()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_groups_keep_the_limit_on_messages():
     comm = Communicator(max_message_bytes=4)

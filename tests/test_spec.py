@@ -94,7 +94,6 @@ def test_an_mpi4py_communicator_is_wrapped(S):
     assert s.comm.size == part.size and s.comm.rank == part.rank
     loss = s.step((np.ones((2, 7), np.float32), np.zeros((2, 3), np.float32)))
     assert loss > 0
-    s.close()
     part.Free()
 
 

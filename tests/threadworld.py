@@ -38,9 +38,6 @@ class ThreadTransport:
     def wait_for(self, source):
         pass
 
-    def duplicate(self):
-        return self
-
     def split(self, color, key):
         raise NotImplementedError("tested under mpiexec")
 

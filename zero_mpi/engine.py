@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .comm import Traffic
 from .data import Batch
+from .traffic import Traffic
 
 if TYPE_CHECKING:
     from .schemes.base import Scheme

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..comm import Communicator, Traffic
+from ..comm import Communicator
 from ..data import Batch
 from ..engine import train_step
 from ..layout import Blocks
@@ -19,6 +19,7 @@ from ..model import Model
 from ..optim import Adam
 from ..precision import Precision, convert, describe, dtype_of, round_through
 from ..ring import Ring
+from ..traffic import Traffic
 
 
 class Scheme:
@@ -27,8 +28,8 @@ class Scheme:
     Parameters
     ----------
     model : what to train (model/protocol.py). It owns no parameters.
-    comm : an mpi4py communicator, which is duplicated, or a Communicator of ours, whose ranks are used with
-        a count of bytes of the scheme's own. None is the MPI world.
+    comm : an mpi4py communicator, or a Communicator of ours, whose ranks are used with a count of bytes of
+        the scheme's own. None is the MPI world.
     precision : "mixed" (float16 parameters and gradients), "bf16", "fp32", or a Precision.
     optimizer : an element-wise optimizer.
     init_seed : of the initial weights.
@@ -66,8 +67,7 @@ class Scheme:
         reducer: Callable[[Communicator, Ledger], Any] = Ring,
     ) -> None:
         self.model = model
-        self._owns_comm = not isinstance(comm, Communicator)
-        self.comm = Communicator(comm) if self._owns_comm else comm.counted_apart()
+        self.comm = comm.counted_apart() if isinstance(comm, Communicator) else Communicator(comm)
         self.ledger = Ledger()
         self.precision = precision if isinstance(precision, Precision) else Precision.named(precision)
         self.optimizer = Adam() if optimizer is None else optimizer
@@ -148,11 +148,6 @@ class Scheme:
     def bytes_comm_per_rank(self) -> int:
         """Return the model bytes this rank sent in the last step."""
         return self.step_traffic.total(traffic="model").sent_bytes
-
-    def close(self) -> None:
-        """Give the communicator back if this scheme made it. Collective."""
-        if self._owns_comm:
-            self.comm.free()
 
     def owned(self, u: int) -> Iterator[tuple[str, int, int, np.ndarray]]:
         """Yield (name, lo, hi, array) for what this rank owns of unit `u`: elements lo to hi of each array.

@@ -1,0 +1,50 @@
+"""Traffic: what one rank has sent and received, counted by label.
+
+Not for: counting; that happens where a message is handed over (comm.py).
+"""
+
+from typing import Any, NamedTuple
+
+
+class Label(NamedTuple):
+    """Under what a message is counted: model or control traffic, phase, collective, unit, peer."""
+
+    traffic: str
+    phase: str
+    collective: str
+    unit: int
+    peer: int
+
+
+class Count(NamedTuple):
+    """Bytes and messages, sent and received; and the elements sent, each of its own wire dtype."""
+
+    sent_bytes: int = 0
+    sent_messages: int = 0
+    sent_elements: int = 0
+    received_bytes: int = 0
+    received_messages: int = 0
+
+
+class Traffic:
+    """What one rank has sent and received, by label."""
+
+    def __init__(self) -> None:
+        # Plain lists in the order of Count's fields: they are added to at every message.
+        self._counts: dict[Label, list[int]] = {}
+
+    def count(self, label: Label) -> list[int]:
+        """Return the five numbers under `label`, to be added to in place."""
+        return self._counts.setdefault(label, [0] * len(Count._fields))
+
+    def total(self, **where: Any) -> Count:
+        """Return the sum over all labels whose fields have the values given.
+
+        Example: ``traffic.total(traffic="model", collective="all-gather").sent_bytes``.
+        """
+        chosen = [
+            count
+            for label, count in self._counts.items()
+            if all(getattr(label, field) == value for field, value in where.items())
+        ]
+        return Count(*map(sum, zip(*chosen, strict=True))) if chosen else Count()

