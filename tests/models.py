@@ -21,13 +21,17 @@ class TinyUnits:
     def forward(self, u, params, x):
         return x * params[0] + params[1:].sum(dtype=np.float32), x
 
+    def tensors(self, u):
+        return (("scale", (1,)), ("sum", (self.units[u] - 1,)))
+
     def loss(self, y_hat, y):
         difference = y_hat - y
         return float(np.mean(difference * difference)), difference * np.float32(2 / y.size)
 
     def backward(self, u, params, saved, dy, out):
-        out[0] = (dy * saved).sum(dtype=np.float32)
-        out[1:] = dy.sum(dtype=np.float32)
+        if out is not None:
+            out[0] = (dy * saved).sum(dtype=np.float32)
+            out[1:] = dy.sum(dtype=np.float32)
         return dy * params[0] if u else None
 
     def describe(self):
@@ -45,6 +49,9 @@ class Prepared:
 
     def forward(self, u, params, x):
         return x, None
+
+    def tensors(self, u):
+        return (("all", (self.n_params,)),)
 
     def loss(self, y_hat, y):
         return float(y_hat.mean()), y_hat

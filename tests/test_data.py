@@ -15,7 +15,7 @@ def test_the_stream_is_the_documents():
     stream = SeedStream(7, 8, 64, 64).global_batches(3)
     for batches in itertools.islice(stream, 4):
         assert len(batches) == 3
-        for x, y in batches:
+        for ((x, y),) in batches:
             assert np.array_equal(x, rng.standard_normal((8, 64)).astype(np.float32))
             assert np.array_equal(y, rng.standard_normal((8, 64)).astype(np.float32))
 
@@ -33,10 +33,10 @@ def test_rows_are_dealt_without_overlap_and_shuffled_each_epoch(size, n):
         rows = []
         for batch in batches[epoch * per_epoch : (epoch + 1) * per_epoch]:
             assert len(batch) == size
-            for bx, by in batch:
+            for ((bx, by),) in batch:
                 assert bx.shape == (3, 2) and np.array_equal(by, -bx)
                 rows += [int(v) // 2 for v in bx[:, 0]]
-        assert len(set(rows)) == len(rows) == n - data.dropped_rows(size)
+        assert len(set(rows)) == len(rows) == n - data.left_rows(size)
         orders.append(rows)
     assert orders[0] != orders[1]
     expected = np.random.default_rng((3, 1)).permutation(n)[: len(orders[1])]

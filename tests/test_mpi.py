@@ -68,8 +68,8 @@ def test_rings_on_mpi_are_exact_for_every_dtype_length_and_limit(numel, limit, d
     ring.all_reduce(comm, x)
     assert np.array_equal(x.astype(np.float64), expected)
     items = x.itemsize * (
-        formulas.reduce_scatter_sent(numel, comm.size, comm.rank)
-        + formulas.all_gather_sent(numel, comm.size, comm.rank)
+        sum(formulas.reduce_scatter_sent(numel, comm.size, comm.rank))
+        + sum(formulas.all_gather_sent(numel, comm.size, comm.rank))
     )
     count = comm.traffic.total(traffic="model")
     assert count.sent_bytes == items

@@ -4,30 +4,41 @@ Not for: deciding what to print (report.py) or running anything (run.py).
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import formulas
 from .digest import digest
-from .precision import convert, dtype_of
+from .optim import PIECE
+from .precision import all_finite, convert, dtype_of
 from .schemes import Scheme
 
 
 class Verdict(NamedTuple):
-    """What a check found: whether it holds, and the one line that says so."""
+    """What a check found: whether it holds (None: it cannot be judged), and the one line that says so."""
 
     check: str
-    holds: bool
+    holds: bool | None
     says: str
 
+
+# Elements compared at a time.
+_PIECE = 65536
 
 # Check one: identical learning. Every comparison is local: a rank owns the same elements in every scheme.
 
 
 def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Return whether two contiguous arrays of one dtype are equal bit for bit (so NaN equals itself)."""
-    return a.shape == b.shape and np.array_equal(a.view(np.uint8), b.view(np.uint8))
+    if a.shape != b.shape:
+        return False
+    # Whole words, in pieces: a comparison of all at once takes as much memory as the array.
+    words = np.dtype(f"u{a.itemsize}")
+    bits = a.reshape(-1).view(words), b.reshape(-1).view(words)
+    pieces = (slice(i, i + _PIECE) for i in range(0, a.size, _PIECE))
+    return all(np.array_equal(bits[0][piece], bits[1][piece]) for piece in pieces)
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
@@ -35,7 +46,9 @@ def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
     if a.size == 0 or same_bits(a, b):
         return 0.0
     with np.errstate(invalid="ignore"):
-        difference = float(np.max(np.abs(a - b)))
+        difference = max(
+            float(np.max(np.abs(a[i : i + _PIECE] - b[i : i + _PIECE]))) for i in range(0, a.size, _PIECE)
+        )
     return difference if np.isfinite(difference) else float("inf")
 
 
@@ -50,11 +63,17 @@ class Parting(NamedTuple):
 def compare(scheme: Scheme, partner: Scheme) -> Parting:
     """Compare all that this rank owns, and its whole replicas, bit for bit with `partner`'s. Local.
 
-    Owned are weights, 16-bit parameters, gradients and moments alike.
+    Owned are weights, 16-bit parameters, gradients and moments alike; and the norm, the loss scale and
+    whether the step was skipped must be the same.
 
     Owners' blocks alone would hide a rank whose copy of the others' blocks is stale.
     """
-    owned, replica, identical = 0.0, 0.0, True
+    owned, replica = 0.0, 0.0
+    identical = (scheme.grad_norm, scheme.scale.value, scheme.skipped) == (
+        partner.grad_norm,
+        partner.scale.value,
+        partner.skipped,
+    )
     for u in scheme.units:
         for (_, _, _, array), (_, _, _, partners_array) in zip(
             scheme.owned(u), partner.owned(u), strict=True
@@ -70,9 +89,18 @@ def compare(scheme: Scheme, partner: Scheme) -> Parting:
 
 
 def owns_finite(scheme: Scheme) -> bool:
-    """Return whether all that this rank owns is finite: the last update is in no loss. Local."""
-    arrays = (array for u in scheme.units for _, _, _, array in scheme.owned(u))
-    return all(bool(np.isfinite(array).all()) for array in arrays)
+    """Return whether all that this rank owns is finite: the last update is in no loss. Local.
+
+    Gradients are not: those of a skipped step may overflow.
+    """
+    owned = (item for u in scheme.units for item in scheme.owned(u))
+    return all(all_finite(array) for name, _, _, array in owned if name != "grads")
+
+
+def difference_of_weights(scheme: Scheme, other: Scheme) -> float:
+    """Return max |θ - θ_other| over what this rank owns, which may be stored whole or cut. Local."""
+    pairs = ((scheme.owned_theta(u), other.owned_theta(u)) for u in scheme.units)
+    return max(largest_difference(a, b) for a, b in pairs)
 
 
 def replica_fingerprint(scheme: Scheme) -> int:
@@ -129,14 +157,34 @@ def itemsizes(scheme: Scheme) -> formulas.Itemsizes:
     return formulas.Itemsizes(sizes[0], sizes[1], 4 * slots, sizes[2], sizes[3])
 
 
+def workload(scheme: Scheme) -> formulas.Workload:
+    """Return what the formulas have to know of a scheme."""
+    return formulas.Workload(
+        units=tuple(scheme.model.units),
+        items=itemsizes(scheme),
+        size=scheme.comm.size,
+        accumulate=scheme.training.accumulate,
+        reduce_every=scheme.training.reduce_every,
+        frozen=tuple(scheme.training.freeze),
+        reducer=scheme.reducer.name,
+        updated=not scheme.skipped,
+    )
+
+
+def promised(scheme: Scheme) -> formulas.Workload:
+    """Return the workload whose bytes the scheme must send: those of the algorithm it is held to."""
+    return workload(scheme)._replace(reducer=scheme.reducer.held_to or "ring")
+
+
 def memory_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
     """Return what this rank holds, in bytes, and what the formula says it holds. Local."""
-    size, rank = scheme.comm.size, scheme.comm.rank
-    ledger, units, items = scheme.ledger, scheme.model.units, itemsizes(scheme)
-    expected = formulas.resident_bytes(claim, units, items, size, rank)
-    limits = formulas.transient_peak_bytes(claim, units, items, size)
-    # Not the scheme's: what the optimizer works in, and what the model saves, which grows with the batch.
-    limits["optimizer scratch"] = 4 * scheme.optimizer.scratch_numel(max(units))
+    ledger, work = scheme.ledger, workload(scheme)
+    expected = formulas.resident_bytes(claim, work, scheme.comm.rank)
+    limits = formulas.transient_peak_bytes(claim, work)
+    # Not the scheme's: what the optimizer and the norm work in, and what the model saves, which grows with
+    # the batch.
+    limits["optimizer scratch"] = 4 * scheme.optimizer.scratch_numel(work.largest)
+    limits["norm scratch"] = 8 * PIECE
     limits["activations"] = ledger.peak_bytes("activations")
     return {
         "held_bytes": {band: ledger.alive_bytes(band) for band in expected},
@@ -174,37 +222,47 @@ def memory_fault(evidence: dict[str, Any]) -> str:
     return ""
 
 
-def traffic_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
-    """Return what this rank sent in the last step, in bytes, and what the formula says it sends. Local."""
-    size, rank = scheme.comm.size, scheme.comm.rank
-    traffic, items, n_params = scheme.step_traffic, itemsizes(scheme), scheme.model.n_params
-    expected = formulas.sent_bytes(claim, scheme.model.units, items, size, rank)
+def traffic_evidence(scheme: Scheme, claim: formulas.Claim, hosts: Sequence[str]) -> dict[str, Any]:
+    """Return what this rank sent in the last step, in bytes, and what the formula says it sends. Local.
+
+    hosts : of each rank.
+    """
+    rank, traffic, work = scheme.comm.rank, scheme.step_traffic, promised(scheme)
+    expected = formulas.sent_bytes(claim, work, rank)
     model, control = traffic.total(traffic="model"), traffic.total(traffic="control")
     by_name = {name: traffic.total(traffic="model", collective=name) for name in expected}
     sent = {name: count.sent_bytes for name, count in by_name.items()}
     sent["other"] = model.sent_bytes - sum(sent.values())
+    within = sum(
+        traffic.total(traffic="model", peer=peer).sent_bytes
+        for peer, host in enumerate(hosts)
+        if host == hosts[rank]
+    )
     return {
+        "counted": scheme.reducer.held_to is not None,
         "sent_bytes": sent,
         "formula_bytes": {**expected, "other": 0},
         "sent_messages": model.sent_messages,
-        "formula_messages": formulas.sent_messages(
-            claim, scheme.model.units, items, size, rank, scheme.comm.max_message_bytes
-        ),
+        "formula_messages": formulas.sent_messages(claim, work, rank, scheme.comm.max_message_bytes),
         "received_bytes": model.received_bytes,
+        "sent_within_host_bytes": within,
+        "sent_across_hosts_bytes": model.sent_bytes - within,
         "control_bytes": control.sent_bytes,
         "control_messages": control.sent_messages,
-        "control_formula": list(formulas.control_sent(size)),
-        "sent_units": {name: count.sent_elements / n_params for name, count in by_name.items()},
+        "control_formula": list(formulas.control_sent(work)),
+        "sent_units": {name: count.sent_elements / work.n_params for name, count in by_name.items()},
+        "library_calls": sum(traffic.calls.values()),
     }
 
 
 def traffic_fault(evidence: dict[str, Any]) -> str:
     """Return what is wrong with one rank's traffic, in words, or an empty string."""
-    for name, sent in evidence["sent_bytes"].items():
-        if sent != evidence["formula_bytes"][name]:
-            return f"{name}: sent {sent} B, formula {evidence['formula_bytes'][name]} B"
-    if evidence["sent_messages"] != evidence["formula_messages"]:
-        return f"sent {evidence['sent_messages']} messages, formula {evidence['formula_messages']}"
+    if evidence["counted"]:
+        for name, sent in evidence["sent_bytes"].items():
+            if sent != evidence["formula_bytes"][name]:
+                return f"{name}: sent {sent} B, formula {evidence['formula_bytes'][name]} B"
+        if evidence["sent_messages"] != evidence["formula_messages"]:
+            return f"sent {evidence['sent_messages']} messages, formula {evidence['formula_messages']}"
     # Else model bytes could travel under another name.
     control = [evidence["control_bytes"], evidence["control_messages"]]
     if control != evidence["control_formula"]:

@@ -8,7 +8,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -18,10 +17,12 @@ from .comm import Communicator, SharedMistake
 from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .engine import NotFinite
 from .model import MLP
-from .optim import Adam
+from .optim import SGD, Adam, Optimizer
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
+from .reducers import REDUCERS
 from .run import Settings, run_on
 from .schemes import DP, SCHEMES, Scheme
+from .training import LossScale, Schedule, Training
 from .transport import MPIMissing, launched_rank, launcher_mismatch
 
 HOLDS, FAILS, MISTAKE = 0, 1, 2
@@ -70,6 +71,36 @@ def positive_float(text: str) -> float:
     return value
 
 
+def fraction(text: str) -> float:
+    """Return a number of at least 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, got {text!r}")
+    return value
+
+
+def loss_scale(text: str) -> LossScale | None:
+    """Return what --loss-scale asks for."""
+    if text == "none":
+        return None
+    if text == "dynamic":
+        return LossScale()
+    try:
+        return LossScale(initial=positive_float(text), dynamic=False)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected dynamic, none or a finite number above 0, got {text!r}"
+        ) from None
+
+
+def units(text: str) -> tuple[int, ...]:
+    """Return numbers of units, in rising order, each once, from a list such as 0,2."""
+    return tuple(sorted({seed_int(part.strip()) for part in text.split(",")}))
+
+
 def widths(text: str) -> tuple[int, ...]:
     """Return the widths of an MLP, from a list such as 64,128,10."""
     dims = tuple(positive_int(part.strip()) for part in text.split(","))
@@ -108,11 +139,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=positive_int, default=8, help="rows of each rank's batch [8]")
     p.add_argument("--data", metavar="FILE", help="train on rows of x and y in an .npz file")
     p.add_argument("--epochs", type=positive_int, help="passes over --data [1]")
-    p.add_argument("--lr", type=positive_float, default=1e-2, help="Adam's learning rate [0.01]")
+    p.add_argument("--last-batch", choices=["drop", "keep"], default="drop", help="if incomplete [drop]")
+    p.add_argument("--accumulate", type=positive_int, default=1, metavar="K", help="micro-batches a step [1]")
+    p.add_argument("--reduce-every", choices=["step", "micro-batch"], help="[as each scheme does]")
+    p.add_argument("--optimizer", choices=["adam", "adamw", "sgd"], default="adam", help="[adam]")
+    p.add_argument("--lr", type=positive_float, default=1e-2, help="learning rate [0.01]")
+    p.add_argument("--weight-decay", type=positive_float, help="of adamw; not of biases [0.01]")
+    p.add_argument("--momentum", type=fraction, help="of sgd [0]")
+    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="of lr [constant]")
+    p.add_argument("--warmup", type=seed_int, default=0, metavar="T", help="updates to full lr [0]")
+    p.add_argument("--clip-norm", type=positive_float, metavar="X", help="limit of the gradient's norm")
+    p.add_argument("--loss-scale", type=loss_scale, metavar="X", help="dynamic, a number, or none [none]")
+    p.add_argument("--freeze", type=units, default=(), metavar="U,U,...", help="units not to train")
     p.add_argument("--seed", type=seed_int, default=7, help="of batches and shuffling [7]")
     p.add_argument("--init-seed", type=seed_int, default=0, help="of the initial weights [0]")
     p.add_argument("--precision", choices=list(PRECISIONS), default="mixed", help="of storage [mixed]")
     p.add_argument("--reduce-dtype", choices=WIRE_DTYPES, default="float32", help="of gradients on the wire")
+    p.add_argument("--grad-dtype", choices=WIRE_DTYPES, help="of gradients at rest [the parameters']")
+    p.add_argument("--reduction", choices=list(REDUCERS), default="ring", help="order of summation [ring]")
     p.add_argument("--gather-dtype", choices=WIRE_DTYPES, default="float32", help="of parameters on the wire")
     p.add_argument("--no-reference", action="store_true", help="leave out the replay on rank 0")
     p.add_argument("--no-check", action="store_true", help="run --scheme alone: no partner, no replay")
@@ -183,7 +227,7 @@ def _train(
     if comm.rank == 0 and not args.quiet:
         print("\n".join(report.header(said, environment, args.sweep)), flush=True)
     results = {size: run_on(comm, size, plan.settings, _schemes(args)) for size, plan in plans.items()}
-    holds = all(verdict["holds"] for result in results.values() for verdict in result["verdicts"])
+    holds = all(v["holds"] is not False for result in results.values() for v in result["verdicts"])
     code = HOLDS if holds else FAILS
     if comm.rank == 0:
         # The file first: what it holds must not depend on a terminal.
@@ -225,16 +269,33 @@ def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
 def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> _Plan:
     """Return the plan for `size` ranks. Local."""
     model = MLP(args.dims)
-    precision = Precision.named(args.precision, args.reduce_dtype, args.gather_dtype)
-    optimizer = Adam(lr=args.lr)
+    precision = Precision.named(args.precision, args.reduce_dtype, args.gather_dtype, args.grad_dtype)
+    optimizer = _optimizer(args)
     data, text, steps = _data(args, size, rows)
+    training = Training(
+        accumulate=args.accumulate,
+        reduce_every=args.reduce_every,
+        clip_norm=args.clip_norm,
+        loss_scale=args.loss_scale,
+        schedule=Schedule(args.schedule, args.warmup, steps),
+        freeze=args.freeze,
+    )
+    training.check_units(len(model.units))
+    reducer = REDUCERS[args.reduction]
+    if reducer.held_to is None and args.reduce_dtype not in ("float32", "float64"):
+        raise ValueError(
+            f"--reduction library: expected a reduce dtype that MPI can sum, float32 or float64, "
+            f"got {args.reduce_dtype}"
+        )
     settings = Settings(
         model=model,
         data=data,
         precision=precision,
         optimizer=optimizer,
+        training=training,
         init_seed=args.init_seed,
         steps=steps,
+        reducer=reducer,
         check=not args.no_check,
         reference=not (args.no_reference or args.no_check),
         audit_memory=args.audit_memory,
@@ -248,8 +309,15 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         "data": text,
         "steps": steps,
         "batch": args.batch,
-        "optimizer": "Adam lr {lr:g}, betas {beta1:g} {beta2:g}, eps {eps:g}".format(**asdict(optimizer)),
+        "training": _training_words(args, steps, optimizer, training),
         "lr": args.lr,
+        "accumulate": training.accumulate,
+        "reduce_every": training.reduce_every or "as each scheme does",
+        "clip_norm": training.clip_norm,
+        "loss_scale": "none" if training.loss_scale is None else training.loss_scale.describe(),
+        "schedule": args.schedule,
+        "warmup": args.warmup,
+        "freeze": list(training.freeze),
         "seed": args.seed,
         "init_seed": args.init_seed,
         "precision": precision.name,
@@ -257,10 +325,46 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         "grads_dtype": precision.grads,
         "reduce_dtype": precision.reduce,
         "gather_dtype": precision.gather,
+        "reduction": reducer.name,
         "check": settings.check,
         "reference": settings.reference,
     }
     return _Plan(settings, said)
+
+
+def _optimizer(args: argparse.Namespace) -> Optimizer:
+    """Return the optimizer that was asked for. Local."""
+    if args.weight_decay is not None and args.optimizer != "adamw":
+        raise ValueError(f"--weight-decay: expected --optimizer adamw beside it, got {args.optimizer}")
+    if args.momentum is not None and args.optimizer != "sgd":
+        raise ValueError(f"--momentum: expected --optimizer sgd beside it, got {args.optimizer}")
+    if args.optimizer == "sgd":
+        return SGD(lr=args.lr, momentum=args.momentum or 0.0)
+    if args.optimizer == "adamw":
+        return Adam(lr=args.lr, weight_decay=0.01 if args.weight_decay is None else args.weight_decay)
+    return Adam(lr=args.lr)
+
+
+def _training_words(
+    args: argparse.Namespace, steps: int, optimizer: Optimizer, training: Training
+) -> list[str]:
+    """Return how a step is made, for the header of a run."""
+    words = [f"{steps} steps, {args.batch} rows a rank and step", optimizer.describe()]
+    if training.accumulate > 1:
+        words[0] = f"{steps} steps of {training.accumulate} micro-batches of {args.batch} rows a rank"
+        words.append(f"gradients reduced {_WHEN[training.reduce_every]}")
+    if args.schedule != "constant" or args.warmup:
+        words.append(f"{args.schedule} lr after {args.warmup} updates of warm-up")
+    if training.clip_norm is not None:
+        words.append(f"gradient clipped to norm {training.clip_norm:g}")
+    if training.loss_scale is not None:
+        words.append(f"loss scale {training.loss_scale.describe()}")
+    if training.freeze:
+        words.append(f"frozen units {', '.join(map(str, training.freeze))}")
+    return words
+
+
+_WHEN = {None: "as each scheme does", "step": "once a step", "micro-batch": "every micro-batch"}
 
 
 def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> tuple[Data, str, int]:
@@ -269,22 +373,34 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         if args.epochs is not None:
             raise ValueError("--epochs: expected --data FILE beside it; without, use --steps")
         steps = 10 if args.steps is None else args.steps
-        stream = SeedStream(args.seed, args.batch, args.dims[0], args.dims[-1])
+        if args.last_batch != "drop":
+            raise ValueError("--last-batch: expected --data FILE beside it; the random stream has no end")
+        stream = SeedStream(args.seed, args.batch, args.dims[0], args.dims[-1], args.accumulate)
         return stream, f"random normal, seed {args.seed}", steps
     (x, y), note = rows
     epochs = args.epochs or 1
-    data = FileRows(x, y, seed=args.seed, rows=args.batch, epochs=epochs)
-    per_epoch, dropped = data.steps_per_epoch(size), data.dropped_rows(size)
+    data = FileRows(
+        x,
+        y,
+        seed=args.seed,
+        rows=args.batch,
+        epochs=epochs,
+        accumulate=args.accumulate,
+        keep_last=args.last_batch == "keep",
+    )
+    per_epoch, left = data.steps_per_epoch(size), data.left_rows(size)
     if per_epoch == 0:
+        micro = f" x {args.accumulate}" if args.accumulate > 1 else ""
         raise ValueError(
-            f"{args.data}: expected at least {size * args.batch} rows, a global batch of "
-            f"{size} x {args.batch}, got {len(x)}"
+            f"{args.data}: expected at least {data.global_rows(size)} rows, a global batch of "
+            f"{size}{micro} x {args.batch}, got {len(x)}"
         )
     steps = per_epoch * epochs if args.steps is None else min(args.steps, per_epoch * epochs)
     text = f"{os.path.basename(args.data)}: {len(x)} rows, {per_epoch} steps an epoch, "
     text += f"shuffled by seed {args.seed}"
-    if dropped:
-        text += f"; the last {dropped} rows of an epoch, an incomplete global batch, are dropped"
+    if left:
+        fate = "kept" if data.keep_last else "dropped"
+        text += f"; the last {left} rows of an epoch, an incomplete global batch, are {fate}"
     if note:
         text += f"; converted: {note}"
     return data, text, steps
@@ -292,6 +408,7 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
 
 def _environment(comm: Communicator) -> dict[str, Any]:
     """Return where the job runs. Collective."""
+    hosts = comm.hosts()
     config: Any = np.show_config(mode="dicts")
     blas = config["Build Dependencies"]["blas"]
     threads = next(
@@ -300,9 +417,15 @@ def _environment(comm: Communicator) -> dict[str, Any]:
     return {
         "zero_mpi": __version__,
         "ranks": comm.size,
-        "hosts": len(set(comm.hosts())),
+        "hosts": len(set(hosts)),
+        "ranks_per_host": _runs([hosts.count(host) for host in dict.fromkeys(hosts)]),
         "mpi": comm.transport.describe(),
         "numpy": np.__version__,
         "blas": f"{blas['name']} {blas['version']}",
         "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
     }
+
+
+def _runs(counts: list[int]) -> str:
+    """Return numbers as text, equal ones said once: "4 each" or "4, 4, 2"."""
+    return f"{counts[0]} each" if len(set(counts)) == 1 else ", ".join(map(str, counts))

@@ -185,10 +185,14 @@ class Communicator:
 
     def allgather_scalar(self, value: Any, dtype: Any = np.float64) -> np.ndarray:
         """Return every rank's `value`, shape (N,), in rank order. Collective; control traffic."""
-        values = np.zeros(self.size, dtype)
-        values[self.rank] = value
-        self._pass_around([values[i : i + 1] for i in range(self.size)])
-        return values
+        return self.allgather_array(np.array([value], dtype))[:, 0]
+
+    def allgather_array(self, values: np.ndarray) -> np.ndarray:
+        """Return every rank's `values`, shape (n,) on all, as (N, n) in rank order. Collective; control."""
+        rows = np.zeros((self.size, values.size), values.dtype)
+        rows[self.rank] = values
+        self._pass_around(list(rows))
+        return rows
 
     def _pass_around(self, boxes: list[np.ndarray]) -> None:
         right, left = (self.rank + 1) % self.size, (self.rank - 1) % self.size

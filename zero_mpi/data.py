@@ -12,58 +12,79 @@ import numpy as np
 
 Batch = tuple[np.ndarray, np.ndarray]
 
+# One rank's part of a global batch: its K micro-batches.
+MicroBatches = Sequence[Batch]
+
 
 class Data(Protocol):
     """Where batches come from."""
 
-    def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
-        """Yield global batches for `size` ranks, the same on every rank; item r is rank r's (x, y)."""
+    def global_batches(self, size: int) -> Iterator[Sequence[MicroBatches]]:
+        """Yield global batches for `size` ranks, the same on every rank; item r is rank r's micro-batches."""
 
     def fingerprint(self) -> str:
         """Return a text that differs where data differ, to compare between ranks."""
 
 
 class SeedStream:
-    """Standard normal x and y from one generator: x then y, rank by rank, step by step; endless.
+    """Standard normal x and y of one generator: x then y, rank by rank, micro-batch by micro-batch; endless.
 
     Every rank draws all ranks' batches, since the stream is one: N times the work, which is the price of
     one stream that any rank (and the reference) can replay.
 
     Parameters
     ----------
-    seed : of `numpy.random.default_rng`. rows : of each rank's batch. n_in, n_out : columns of x and y.
+    seed : of `numpy.random.default_rng`. rows : of each micro-batch. n_in, n_out : columns of x and y.
+    accumulate : micro-batches of a rank in a global batch, K.
     """
 
-    def __init__(self, seed: int, rows: int, n_in: int, n_out: int) -> None:
+    def __init__(self, seed: int, rows: int, n_in: int, n_out: int, accumulate: int = 1) -> None:
         self.seed, self.rows, self.n_in, self.n_out = seed, rows, n_in, n_out
+        self.accumulate = accumulate
 
     def fingerprint(self) -> str:
         return f"seed {self.seed}, {self.rows} rows of {self.n_in} and {self.n_out}"
 
-    def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
+    def global_batches(self, size: int) -> Iterator[Sequence[MicroBatches]]:
         rng = np.random.default_rng(self.seed)
 
         def draw(columns: int) -> np.ndarray:
             return rng.standard_normal((self.rows, columns)).astype(np.float32)
 
         while True:
-            yield [(draw(self.n_in), draw(self.n_out)) for _ in range(size)]
+            turns = [
+                [(draw(self.n_in), draw(self.n_out)) for _ in range(size)] for _ in range(self.accumulate)
+            ]
+            yield [[turn[rank] for turn in turns] for rank in range(size)]
 
 
 class FileRows:
     """Rows of arrays x and y, shuffled anew each epoch and dealt to ranks without overlap.
 
-    Epoch e is shuffled by ``default_rng((seed, e))``. A global batch takes the next size x rows rows; rank r
-    gets the r-th `rows` of them. An incomplete last global batch is dropped.
+    Epoch e is shuffled by ``default_rng((seed, e))``. A global batch takes the next size x accumulate x rows
+    rows; they are dealt `rows` at a time, rank by rank, micro-batch by micro-batch. An incomplete last global
+    batch is dropped; or kept, and dealt in the same order as far as it goes: the last to be dealt to get
+    fewer rows, or none.
 
     Parameters
     ----------
-    x, y : float32, shape (n, columns).
+    x, y : float32, shape (n, columns). rows : of each micro-batch. keep_last : keep what is left of an epoch.
     """
 
-    def __init__(self, x: np.ndarray, y: np.ndarray, *, seed: int, rows: int, epochs: int) -> None:
+    def __init__(
+        self,
+        x: np.ndarray,
+        y: np.ndarray,
+        *,
+        seed: int,
+        rows: int,
+        epochs: int,
+        accumulate: int = 1,
+        keep_last: bool = False,
+    ) -> None:
         self.x, self.y = x, y
         self.seed, self.rows, self.epochs = seed, rows, epochs
+        self.accumulate, self.keep_last = accumulate, keep_last
 
     def fingerprint(self) -> str:
         contents = hashlib.blake2b(digest_size=8)
@@ -71,36 +92,43 @@ class FileRows:
             contents.update(np.ascontiguousarray(array).data)
         return f"{self.x.shape} and {self.y.shape}, contents {contents.hexdigest()}"
 
+    def global_rows(self, size: int) -> int:
+        """Return the rows of a whole global batch for `size` ranks."""
+        return size * self.accumulate * self.rows
+
     def steps_per_epoch(self, size: int) -> int:
-        """Return the number of whole global batches in an epoch for `size` ranks."""
-        return len(self.x) // (size * self.rows)
+        """Return the number of global batches in an epoch for `size` ranks."""
+        whole, left = divmod(len(self.x), self.global_rows(size))
+        return whole + (self.keep_last and left > 0)
 
-    def dropped_rows(self, size: int) -> int:
-        """Return how many rows are left out of each epoch."""
-        return len(self.x) % (size * self.rows)
+    def left_rows(self, size: int) -> int:
+        """Return the rows of an epoch's incomplete last global batch: kept, or left out."""
+        return len(self.x) % self.global_rows(size)
 
-    def global_batches(self, size: int) -> Iterator[Sequence[Batch]]:
+    def global_batches(self, size: int) -> Iterator[Sequence[MicroBatches]]:
         for epoch in range(self.epochs):
             order = np.random.default_rng((self.seed, epoch)).permutation(len(self.x))
             for step in range(self.steps_per_epoch(size)):
-                start = step * size * self.rows
-                yield _Dealt(self, order[start : start + size * self.rows])
+                start = step * self.global_rows(size)
+                yield _Dealt(self, size, order[start : start + self.global_rows(size)])
 
 
-class _Dealt(Sequence[Batch]):
+class _Dealt(Sequence[MicroBatches]):
     """A global batch as row numbers: a rank copies only the rows it asks for."""
 
-    def __init__(self, source: FileRows, order: np.ndarray) -> None:
-        self._source, self._order = source, order
+    def __init__(self, source: FileRows, size: int, order: np.ndarray) -> None:
+        self._source, self._size, self._order = source, size, order
 
     def __len__(self) -> int:
-        return len(self._order) // self._source.rows
+        return self._size
 
     def __getitem__(self, rank: Any) -> Any:
         if not 0 <= rank < len(self):
             raise IndexError(f"rank: expected 0 to {len(self) - 1}, got {rank}")
-        mine = self._order[rank * self._source.rows : (rank + 1) * self._source.rows]
-        return self._source.x[mine], self._source.y[mine]
+        source, rows = self._source, self._source.rows
+        starts = [(k * self._size + rank) * rows for k in range(source.accumulate)]
+        mine = [self._order[start : start + rows] for start in starts]
+        return [(source.x[rows], source.y[rows]) for rows in mine]
 
 
 def load_npz(path: str | os.PathLike, n_in: int, n_out: int) -> tuple[Batch, str]:

@@ -59,11 +59,21 @@ class Precision:
     gather: str
 
     @classmethod
-    def named(cls, name: str, reduce: str = "float32", gather: str = "float32") -> "Precision":
-        """Return the precision called "mixed", "bf16" or "fp32" with the wire dtypes given."""
+    def named(
+        cls, name: str, reduce: str = "float32", gather: str = "float32", grads: str | None = None
+    ) -> "Precision":
+        """Return the precision called "mixed", "bf16" or "fp32" with the wire dtypes given.
+
+        grads : storage of gradients where it is not the parameters' dtype: "float32" keeps what 16 bits lose
+        when micro-batches add up.
+        """
         if name not in PRECISIONS:
             raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {name}")
-        return cls(name, PRECISIONS[name], PRECISIONS[name], reduce, gather)
+        if grads not in (None, PRECISIONS[name], "float32"):
+            raise ValueError(
+                f"grad dtype: expected {PRECISIONS[name]}, the parameters' own, or float32, got {grads}"
+            )
+        return cls(name, PRECISIONS[name], grads or PRECISIONS[name], reduce, gather)
 
     def __post_init__(self) -> None:
         for name in (self.params, self.grads, self.reduce, self.gather):
@@ -105,6 +115,15 @@ def round_through(source: np.ndarray, into: np.ndarray, through: np.dtype) -> No
         part = rounded[: source[piece].size]
         convert(source[piece], part)
         convert(part, into[piece])
+
+
+def all_finite(x: np.ndarray) -> bool:
+    """Return whether no element of `x` is NaN or infinite; in one pass wherever none is."""
+    # A sum is finite only if all its terms are; that it is not may be its own overflow.
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(np.add.reduce(x, dtype=np.float64 if x.dtype == np.float64 else np.float32)):
+            return True
+    return all(bool(np.isfinite(x[i : i + PIECE]).all()) for i in range(0, x.size, PIECE))
 
 
 def describe(precision: Precision) -> dict[str, Any]:

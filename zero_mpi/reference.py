@@ -1,21 +1,64 @@
-"""The oracle: the same training in one process, in plain loops. No scheme, no ring, no blocks of ours.
+"""The oracle: the same training in one process, in plain loops. No scheme, no reducer, no blocks of ours.
 
 Not for: speed or memory; it keeps every rank's gradient at once.
 
-It shares only the model, whose gradients it does not vouch for, and the names of dtypes. Blocks are numpy's
-own `array_split`, Adam is written out again, and each block is summed rank by rank in the ring's order.
+It shares only the model, whose gradients it does not vouch for, the names of dtypes, and the numbers of the
+settings. Blocks are numpy's own `array_split`, the optimizers are written out again, and each block is summed
+in the order that its reducer promises.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .data import Batch
+from .data import MicroBatches
 from .memory import Ledger
 from .model import Model
-from .optim import Adam
+from .optim import SGD, Optimizer
 from .precision import Precision, dtype_of
+from .training import Training
+
+# A sum as a tree: a rank, or two trees that are added.
+Tree = Any
+
+
+def in_turn(ranks: Sequence[int]) -> Tree:
+    """Return the tree that adds the ranks one after the other."""
+    tree: Tree = ranks[0]
+    for rank in ranks[1:]:
+        tree = (tree, rank)
+    return tree
+
+
+def halving(b: int, size: int) -> Tree:
+    """Return the tree of recursive halving: pairs of ranks first where there are too many, then halves."""
+    remaining = 1
+    while 2 * remaining <= size:
+        remaining *= 2
+    folded = size - remaining
+    leaves: list[Tree] = [(2 * i, 2 * i + 1) if i < folded else i + folded for i in range(remaining)]
+
+    def tree(i: int, distance: int) -> Tree:
+        if distance == remaining:
+            return leaves[i]
+        return tree(i, 2 * distance), tree(i ^ distance, 2 * distance)
+
+    return tree(b // 2 if b < 2 * folded else b - folded, 1)
+
+
+# In what order each reducer sums block b over `size` ranks.
+ORDERS: dict[str, Callable[[int, int], Tree]] = {
+    "ring": lambda b, size: in_turn([(b + 1 + i) % size for i in range(size)]),
+    "reversed-ring": lambda b, size: in_turn([(b - 1 - i) % size for i in range(size)]),
+    "rank-order": lambda b, size: in_turn(range(size)),
+    "naive": lambda b, size: in_turn(range(size)),
+    "recursive-halving": halving,
+}
+
+# Elements whose squares are summed at a time, as the contract of the norm says.
+NORM_PIECE = 8192
 
 
 class Reference:
@@ -23,84 +66,224 @@ class Reference:
 
     Parameters
     ----------
-    model, precision, optimizer, init_seed : as the schemes' own.
+    model, precision, optimizer, init_seed, training : as the schemes' own.
     size : number of ranks N to replay.
+    reduce_every : "step" or "micro-batch": when the replayed scheme reduces gradients.
+    reducer : whose order of summation to replay, a key of `ORDERS`.
 
     Attributes
     ----------
-    theta : float32, shape (n_params,): the master weights, or the parameters where they are float32.
+    theta : float32, shape (n_params,): the master weights, or the parameters where there is no master.
+    norm : of the last step's gradient, where it is clipped. skipped : whether the last step was.
     """
 
     def __init__(
-        self, model: Model, size: int, precision: Precision, optimizer: Adam, init_seed: int
+        self,
+        model: Model,
+        size: int,
+        precision: Precision,
+        optimizer: Optimizer,
+        init_seed: int,
+        training: Training | None = None,
+        reduce_every: str = "step",
+        reducer: str = "ring",
     ) -> None:
         self.model, self.size, self.precision, self.optimizer = model, size, precision, optimizer
-        self.theta = np.concatenate(list(model.init(init_seed)))
-        self.m = np.zeros_like(self.theta)
-        self.v = np.zeros_like(self.theta)
+        self.training = Training() if training is None else training
+        self.reduce_every, self.order = reduce_every, ORDERS[reducer]
+        units = list(model.init(init_seed))
+        for u in self.training.freeze:
+            # No master is kept of what is not trained.
+            units[u] = units[u].astype(dtype_of(precision.params)).astype(np.float32)
+        self.theta = np.concatenate(units)
+        self.state = {slot: np.zeros_like(self.theta) for slot in optimizer.slots}
         self.steps_done = 0
+        self.scale = 1.0 if self.training.loss_scale is None else self.training.loss_scale.initial
+        self.good_steps = 0
+        self.norm: float | None = None
+        self.skipped = False
         # Aligned as the schemes' buffers are: BLAS may give other bits elsewhere.
         self._aligned = Ledger()
 
-    def step(self, batches: Sequence[Batch]) -> float:
-        """Train on one batch of each rank; return the mean loss before the update."""
-        losses, gradients = [], []
-        for rank in range(self.size):
-            loss, gradient = self._local(batches[rank])
-            losses.append(loss)
-            gradients.append(gradient)
-        mean = [self._mean_of_unit([g[u] for g in gradients]) for u in range(len(self.model.units))]
-        self._adam(np.concatenate(mean))
+    def step(self, batches: Sequence[MicroBatches]) -> float:
+        """Train on the micro-batches of each rank; return the mean loss over all rows before the update."""
+        accumulate = self.training.accumulate
+        mine = [batches[rank] for rank in range(self.size)]
+        rows = [[len(y) for _, y in micro] for micro in mine]
+        every = sum(sum(row) for row in rows)
+        losses = [0.0] * self.size
+        gradients: list[list[Any]] = []
+        for k in range(accumulate):
+            gradients.append([])
+            for rank in range(self.size):
+                weight = self.size * accumulate * rows[rank][k] / every
+                loss, gradient = self._local(mine[rank][k], weight * self.scale)
+                losses[rank] += weight * loss
+                gradients[k].append(gradient)
         total = 0.0
         for loss in losses:
             total += loss
-        return total / self.size
+        total /= self.size * accumulate
 
-    def _local(self, batch: Batch) -> tuple[float, list[np.ndarray]]:
-        """Return one rank's loss, and its gradient of each unit rounded to the gradients' dtype."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            means = [self._mean_of_unit([[g[u] for g in turn] for turn in gradients]) for u in self._units()]
+        finite = all(
+            np.isfinite(mean).all() and all(np.isfinite(g[u].astype(np.float32)).all() for g in turn)
+            for u, mean in zip(self._units(), means, strict=True)
+            for turn in gradients
+        )
+        if self._decide(finite):
+            self._update(means)
+        return total
+
+    def _units(self) -> list[int]:
+        """Return the units that are trained."""
+        return [u for u in range(len(self.model.units)) if u not in self.training.freeze]
+
+    def _local(self, batch: Any, scale: float) -> tuple[float, dict[int, np.ndarray]]:
+        """Return one micro-batch's loss, and its gradient of each unit rounded to the gradients' dtype."""
         x, target = batch
-        edges = np.cumsum(self.model.units)[:-1]
-        stored = self.theta.astype(dtype_of(self.precision.params)).astype(np.float32)
-        units = [self._place(unit) for unit in np.split(stored, edges)]
+        units = [self._place(unit) for unit in self._split(self._stored())]
         saved = []
         for u, params in enumerate(units):
             x, kept = self.model.forward(u, params, x)
             saved.append(kept)
-        loss, dy = self.model.loss(x, target)
-        gradients = []
-        for u in reversed(range(len(units))):
-            out = self._place(np.zeros_like(units[u]))
-            dy = self.model.backward(u, units[u], saved[u], dy, out=out)  # type: ignore[assignment]
-            gradients.append(out.astype(dtype_of(self.precision.grads)))
-        return loss, gradients[::-1]
+        loss, dy = self.model.loss(x, target) if len(target) else (0.0, np.zeros_like(x))
+        if scale != 1.0:
+            dy = dy * np.float32(scale)
+        gradients = {}
+        for u in reversed(range(self._units()[0], len(units))):
+            out = self._place(np.zeros_like(units[u])) if u in self._units() else None
+            dy = self.model.backward(u, units[u], saved[u], dy, out=out)
+            if out is not None:
+                with np.errstate(over="ignore"):
+                    gradients[u] = out.astype(dtype_of(self.precision.grads))
+        return loss, gradients
 
-    def _mean_of_unit(self, gradients: list[np.ndarray]) -> np.ndarray:
-        """Return the mean over ranks of one unit, float32: block b is summed over ranks b+1, b+2, ..., b."""
+    def _mean_of_unit(self, gradients: list[list[np.ndarray]]) -> np.ndarray:
+        """Return the mean of one unit, float32, from ``gradients[k][rank]`` of micro-batch k."""
         reduce, grads = dtype_of(self.precision.reduce), dtype_of(self.precision.grads)
+        terms = self.size * len(gradients)
         wide: Any = np.float64 if reduce == np.float64 else np.float32
-        split = [np.array_split(gradient.astype(reduce), self.size) for gradient in gradients]
-        means = []
-        for b in range(self.size):
-            order = [(b + 1 + i) % self.size for i in range(self.size)]
-            total = split[order[0]][b]
-            for rank in order[1:]:
-                total = total + split[rank][b]
-            mean = (total.astype(wide) / wide(self.size)).astype(reduce)
-            means.append(mean.astype(grads).astype(np.float32))
-        return np.concatenate(means)
+        if len(gradients) == 1:
+            total = self._sum_over_ranks([g.astype(reduce) for g in gradients[0]])
+        elif self.reduce_every == "step":
+            kept = [[turn[rank] for turn in gradients] for rank in range(self.size)]
+            total = self._sum_over_ranks([_added_up(turns, grads).astype(reduce) for turns in kept])
+        else:
+            sums = [self._sum_over_ranks([g.astype(reduce) for g in turn]) for turn in gradients]
+            total = _added_up(sums, grads)
+            # The sum is kept in the gradients' dtype, and so is divided there.
+            reduce = grads
+            wide = np.float32
+        mean = (total.astype(wide) / wide(terms)).astype(reduce) if terms > 1 else total
+        return mean.astype(grads).astype(np.float32)
 
-    def _adam(self, g: np.ndarray) -> None:
-        adam = self.optimizer
+    def _sum_over_ranks(self, gradients: list[np.ndarray]) -> np.ndarray:
+        """Return the sum of one unit in the reduce dtype, each block in the order its reducer promises."""
+        split = [np.array_split(gradient, self.size) for gradient in gradients]
+
+        def add(tree: Tree, b: int) -> np.ndarray:
+            if isinstance(tree, tuple):
+                return add(tree[0], b) + add(tree[1], b)
+            return split[tree][b]
+
+        return np.concatenate([add(self.order(b, self.size), b) for b in range(self.size)])
+
+    def _decide(self, finite: bool) -> bool:
+        """Return whether to update; keep the loss scale."""
+        spec = self.training.loss_scale
+        self.skipped = not finite
+        if spec is None or not spec.dynamic:
+            return finite
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale /= 2
+        return finite
+
+    def _update(self, means: list[np.ndarray]) -> None:
+        spec, units = self.training.loss_scale, self._units()
+        scale, self.norm = 1.0 / self.scale, None
+        limit = self.training.clip_norm
+        if limit is not None:
+            self.norm = self._norm(means) / self.scale
+            if self.norm > limit:
+                scale *= limit / self.norm
+        if spec is not None and spec.dynamic and self.good_steps == spec.growth_every:
+            self.scale, self.good_steps = 2 * self.scale, 0
         self.steps_done += 1
-        beta1, beta2 = np.float32(adam.beta1), np.float32(adam.beta2)
-        correction = np.sqrt(1 - adam.beta2**self.steps_done)
-        rate = np.float32(adam.lr * correction / (1 - adam.beta1**self.steps_done))
-        eps = np.float32(adam.eps * correction)
-        self.m = beta1 * self.m + np.float32(1 - adam.beta1) * g
-        self.v = beta2 * self.v + np.float32(1 - adam.beta2) * (g * g)
-        self.theta = self.theta - rate * (self.m / (np.sqrt(self.v) + eps))
+        theta, state = self._split(self.theta), {s: self._split(a) for s, a in self.state.items()}
+        for u, mean in zip(units, means, strict=True):
+            gradient = mean if scale == 1.0 else mean * np.float32(scale)
+            self._step(theta[u], gradient, {slot: state[slot][u] for slot in state}, self._decays(u))
+
+    def _norm(self, means: list[np.ndarray]) -> float:
+        """Return the norm of the mean gradient: squares in float64, added as their owners add them."""
+        total = 0.0
+        for rank in range(self.size):
+            partial = 0.0
+            for mean in means:
+                mine = np.array_split(mean, self.size)[rank].astype(np.float64)
+                for start in range(0, mine.size, NORM_PIECE):
+                    piece = mine[start : start + NORM_PIECE]
+                    partial += float((piece * piece).sum())
+            total += partial
+        return math.sqrt(total)
+
+    def _decays(self, u: int) -> np.ndarray:
+        """Return which elements of unit `u` decay: those of matrices."""
+        return np.concatenate(
+            [np.full(math.prod(shape), len(shape) > 1) for _, shape in self.model.tensors(u)]
+        )
+
+    def _step(
+        self, theta: np.ndarray, g: np.ndarray, state: dict[str, np.ndarray], decays: np.ndarray
+    ) -> None:
+        """Update one unit's weights and state, which are views, by the whole formula at once."""
+        optimizer: Any = self.optimizer
+        lr = optimizer.lr * self._lr_factor()
+        if isinstance(optimizer, SGD):
+            if optimizer.momentum:
+                state["momentum"][...] = np.float32(optimizer.momentum) * state["momentum"] + g
+                g = state["momentum"]
+            theta -= g * np.float32(lr)
+            return
+        beta1, beta2 = np.float32(optimizer.beta1), np.float32(optimizer.beta2)
+        correction = np.sqrt(1 - optimizer.beta2**self.steps_done)
+        rate = np.float32(lr * correction / (1 - optimizer.beta1**self.steps_done))
+        eps = np.float32(optimizer.eps * correction)
+        state["m"][...] = beta1 * state["m"] + np.float32(1 - optimizer.beta1) * g
+        state["v"][...] = beta2 * state["v"] + np.float32(1 - optimizer.beta2) * (g * g)
+        if optimizer.weight_decay:
+            theta[decays] *= np.float32(1 - lr * optimizer.weight_decay)
+        theta -= rate * (state["m"] / (np.sqrt(state["v"]) + eps))
+
+    def _lr_factor(self) -> float:
+        schedule, t = self.training.schedule, self.steps_done
+        if t <= schedule.warmup:
+            return t / schedule.warmup
+        if schedule.kind == "cosine" and schedule.updates is not None:
+            done = (t - schedule.warmup) / (schedule.updates - schedule.warmup)
+            return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+        return 1.0
+
+    def _stored(self) -> np.ndarray:
+        """Return the weights as the parameters' dtype holds them, in float32."""
+        return self.theta.astype(dtype_of(self.precision.params)).astype(np.float32)
+
+    def _split(self, flat: np.ndarray) -> list[np.ndarray]:
+        return np.split(flat, np.cumsum(self.model.units)[:-1])
 
     def _place(self, values: np.ndarray) -> np.ndarray:
         array = self._aligned.empty("reference", values.size, values.dtype)
         array[...] = values
         return array
+
+
+def _added_up(turns: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Return the sum of one array for each micro-batch, rounded to `dtype` after each addition."""
+    total = turns[0].astype(dtype)
+    for turn in turns[1:]:
+        wide: Any = np.float64 if np.float64 in (total.dtype, turn.dtype) else np.float32
+        total = (total.astype(wide) + turn.astype(wide)).astype(dtype)
+    return total

@@ -11,16 +11,20 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-SCHEMA = "zero_mpi.run/1"
+SCHEMA = "zero_mpi.run/2"
 WIDTH = 80
 
 ORDER_OF_SUMMATION = (
-    "Why exactly zero: every scheme sums block b of a unit in the ring's order, rank b+1, b+2, ..., b, and "
-    "divides once; what the owner gets is what the others receive. In floating point another order gives "
-    "other bits (about 1e-7, and growing): schemes that differ in it would part, and none would be wrong."
+    "Why exactly zero: every scheme sums block b of a unit in the order of ranks {order}, and divides "
+    "once; what the owner gets is what the others receive. In floating point another order gives other bits "
+    "(about 1e-7, and growing): schemes that differ in it would part, and none would be wrong."
 )
 REPLAYED = "Checked, not claimed: rank 0 replayed the run alone in that order and got the same bits."
 NOT_REPLAYED = "That order was not checked in this run: the replay on rank 0 was left out."
+APART_FROM_RING = (
+    "From the same run in the ring's order (block b summed over ranks b+1, b+2, ..., b) the weights differ "
+    "by up to {apart}: {why}."
+)
 
 FOOTER = (
     "The checks compare integers, rank by rank. Ranks differ by a few elements where N does not divide a "
@@ -28,10 +32,30 @@ FOOTER = (
     "Not counted: what MPI adds to a message, and what the checks themselves gather between steps."
 )
 
+# What a verdict says: it holds, it fails, or it cannot be judged.
+_HEADS = {True: "holds", False: "FAILS", None: "n/a  "}
+
 # Where the columns of a table are many.
 _SHORT = {"data parallel": "DP"}
 
 _BANDS = ("params", "grads", "optimizer")
+
+# What a verdict says: it holds, it fails, or it cannot be judged.
+_HEADS = {True: "holds", False: "FAILS", None: "n/a  "}
+
+# Where the columns of a table are many.
+_SHORT = {"data parallel": "DP"}
+
+_BANDS = ("params", "grads", "optimizer")
+
+# In what order of ranks block b is summed.
+ORDERS_IN_WORDS = {
+    "ring": "rank b+1, b+2, ..., b",
+    "reversed-ring": "rank b-1, b-2, ..., b",
+    "rank-order": "rank 0, 1, ..., N-1",
+    "naive": "rank 0, 1, ..., N-1",
+    "recursive-halving": "a tree of halves, quarters, ...",
+}
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -66,14 +90,14 @@ def header(
     """Return the lines that say what runs, with every default, and where."""
     s, e = settings, environment
     ranks = "1 rank" if e["ranks"] == 1 else f"{e['ranks']} ranks"
-    hosts = "1 host" if e["hosts"] == 1 else f"{e['hosts']} hosts"
+    hosts = "1 host" if e["hosts"] == 1 else f"{e['hosts']} hosts with {e['ranks_per_host']} ranks"
     said = {
         "model": f"{s['model']}: {s['n_params']:,} parameters in {s['units']} units, seed {s['init_seed']}",
         "data": s["data"],
-        "training": f"{s['steps']} steps, {s['batch']} rows a rank and step; {s['optimizer']}",
+        "training": "; ".join(s["training"]),
         "precision": f"{s['precision']}: {s['params_dtype']} parameters, {s['grads_dtype']} gradients, "
         "float32 optimizer",
-        "on wire": f"{s['reduce_dtype']} gradients, {s['gather_dtype']} parameters",
+        "on wire": f"{s['reduce_dtype']} gradients, {s['gather_dtype']} parameters; {s['reduction']}",
         "machine": f"{hosts}; {e['mpi']}; numpy {e['numpy']}; {e['blas']}, {e['blas_threads']}",
     }
     lines = [f"zero_mpi {e['zero_mpi']} on {ranks}"]
@@ -94,23 +118,37 @@ def learning(result: dict[str, Any]) -> list[str]:
         rows.append(
             [
                 row["name"],
-                f"{row['final_loss']:.6f}",
+                "not finite" if row["final_loss"] is None else f"{row['final_loss']:.6f}",
                 "not checked" if difference is None else _difference(difference),
                 "not checked" if identical is None else f"{identical} of {steps}",
                 row["theta_digest"],
             ]
         )
     lines = ["Learning", *table(rows), ""]
-    losses = schemes[0]["losses"]
-    lines += [f"  loss by step: {', '.join(f'{loss:.4f} ({step})' for step, loss in _evenly(losses, 5))}", ""]
+    lines += _by_step("loss", schemes[0]["losses"], ".4f")
+    if any(norm is not None for norm in schemes[0]["grad_norms"]):
+        lines += _by_step("norm", schemes[0]["grad_norms"], ".4g")
+    for row in schemes[:1]:
+        for step, why in row["skipped_steps"][:5]:
+            lines += _wrapped("  ", f"step {step} skipped by all: {why}")
+        if row["skipped_steps"]:
+            text = f"{len(row['skipped_steps'])} of {steps} steps skipped; loss scale at the end "
+            lines += [*_wrapped("  ", f"{text}{row['final_loss_scale']:g}"), ""]
     compared = [row for row in schemes if row["max_abs_difference"] is not None]
-    if len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
+    order = evidence["order"]
+    if order and len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
         replay = evidence["reference"]
-        replayed = replay is not None and replay["identical_steps"] == steps
+        text = ORDER_OF_SUMMATION.format(order=order)
         if replay is None:
-            lines += [*_wrapped("  ", f"{ORDER_OF_SUMMATION} {NOT_REPLAYED}"), ""]
-        elif replayed:
-            lines += [*_wrapped("  ", f"{ORDER_OF_SUMMATION} {REPLAYED}"), ""]
+            lines += [*_wrapped("  ", f"{text} {NOT_REPLAYED}"), ""]
+        elif all(row["identical_steps"] == steps for row in replay.values()):
+            lines += [*_wrapped("  ", f"{text} {REPLAYED}"), ""]
+    apart = evidence["max_abs_difference_from_ring"]
+    if apart is not None:
+        why = (
+            f"{evidence['reducer']} adds in the order {order}" if order else "the library's order is its own"
+        )
+        lines += [*_wrapped("  ", APART_FROM_RING.format(apart=_difference(apart), why=why)), ""]
     return lines
 
 
@@ -136,26 +174,55 @@ def memory(result: dict[str, Any]) -> list[str]:
         peaks.append([kind, *(_peak([rank.get(kind, 0) for rank in ranks]) for ranks in by_rank)])
     together = [[rank["transient_peak_bytes"] for rank in row["ranks"]] for row in schemes]
     peaks.append(["all at once", *(_peak(ranks) for ranks in together)])
-    return [*lines, "Transient peak, bytes: the rank with most", *table(peaks), ""]
+    lines += ["Transient peak, bytes: the rank with most", *table(peaks), ""]
+    process = max(result["process"], key=lambda rank: rank["os_peak_over_base_plus_ledger"])
+    base, ledger, seen = (
+        f"{process[key] / 1e6:.1f} MB" for key in ("base_bytes", "ledger_peak_bytes", "os_peak_bytes")
+    )
+    text = (
+        f"A process as the OS sees it: {base} before the schemes, and their ledgers' peak {ledger}; at its "
+        f"peak {seen}, {process['os_peak_over_base_plus_ledger']:.2f} times their sum (the rank that is "
+        "farthest off)."
+    )
+    return [*lines, *_wrapped("  ", text), ""]
 
 
 def traffic(result: dict[str, Any]) -> list[str]:
     """Return the tables of what a rank sends in one step: bytes and messages, and units."""
+    schemes = list(result["traffic"].values())
+    if not schemes[0]["counted"]:
+        rows = [["scheme", "calls", "control"]]
+        for row in schemes:
+            keys = ("library_calls", "control_bytes")
+            rows += min_max(row["name"], [[rank[key] for rank in row["ranks"]] for key in keys], [])
+        return [
+            "Traffic per rank and step: calls of the MPI library, bytes of control",
+            *table(rows),
+            "",
+        ]
     sent = [["scheme", "reduce-scatter", "all-gather", "total", "messages", "control"]]
     units = [["scheme", "reduce-scatter", "all-gather", "total", "formula", ""]]
-    for row in result["traffic"].values():
+    across = [["scheme", "within a host", "across hosts"]]
+    for row in schemes:
         ranks = [rank["sent_bytes"] for rank in row["ranks"]]
         columns = [[rank[name] for rank in ranks] for name in ("reduce-scatter", "all-gather")]
         columns.append([sum(rank.values()) for rank in ranks])
         columns += [[rank[key] for rank in row["ranks"]] for key in ("sent_messages", "control_bytes")]
         sent += min_max(row["name"], columns, [])
+        places = ("sent_within_host_bytes", "sent_across_hosts_bytes")
+        across += min_max(row["name"], [[rank[key] for rank in row["ranks"]] for key in places], [])
         mean = row["mean_units"]
         values = [mean["reduce-scatter"], mean["all-gather"], sum(mean.values()), row["formula_units"]]
         units.append([row["name"], *(f"{value:.4f}" for value in values), f"= {row['formula']}"])
-    return [
+    lines = [
         "Traffic per rank and step, bytes sent (messages: their number; control: bytes)",
         *table(sent),
         "",
+    ]
+    if any(rank["sent_across_hosts_bytes"] for row in schemes for rank in row["ranks"]):
+        lines += ["Traffic per rank and step by where it goes, bytes sent", *table(across), ""]
+    return [
+        *lines,
         "Traffic in units of n_params x bytes of the wire dtype, mean over ranks",
         *table(_left_last(units)),
         "",
@@ -235,7 +302,7 @@ def verdicts(results: dict[int, dict[str, Any]]) -> list[str]:
         for row in result["verdicts"]:
             if row["check"] in everywhere:
                 continue
-            head = f"  {'holds' if row['holds'] else 'FAILS'}  {row['check']:<10} "
+            head = f"  {_HEADS[row['holds']]}  {row['check']:<10} "
             lines += _wrapped(head, (f"N = {size}: " if several else "") + row["says"])
     return lines
 
@@ -307,7 +374,15 @@ def _difference(value: float | str) -> str:
     return "0" if value == 0 else f"{value:.3g}"
 
 
-def _evenly(values: Sequence[float], most: int) -> list[tuple[int, float]]:
+def _by_step(name: str, values: Sequence[float | None], form: str) -> list[str]:
+    """Return a line with at most five of `values`, and the steps they are of."""
+    said = ("none" if value is None else format(value, form) for _, value in _evenly(values, 5))
+    steps = (step for step, _ in _evenly(values, 5))
+    pairs = ", ".join(f"{value} ({step})" for value, step in zip(said, steps, strict=True))
+    return [f"  {name} by step: {pairs}", ""]
+
+
+def _evenly(values: Sequence[Any], most: int) -> list[tuple[int, Any]]:
     last = len(values) - 1
     picked = sorted({round(i * last / (most - 1)) for i in range(most)})
     return [(i + 1, values[i]) for i in picked]

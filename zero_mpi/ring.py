@@ -1,4 +1,4 @@
-"""Ring collectives written by hand from `sendrecv` alone, and the reducer built on them.
+"""Ring collectives written by hand from `sendrecv` alone.
 
 Not for: averaging, dtypes or schemes. Nothing here knows what the numbers mean.
 
@@ -21,7 +21,6 @@ import numpy as np
 
 from .comm import Communicator
 from .layout import Blocks
-from .memory import Ledger
 
 
 def reduce_scatter(
@@ -47,7 +46,7 @@ def reduce_scatter(
     Collective. Sends n - blocks.size(rank) elements in N - 1 messages.
     Half of ring all-reduce: Patarasuk & Yuan 2009; ZeRO paper, sec. 7.1.
     """
-    _check(comm, x)
+    check(comm, x)
     blocks = Blocks(x.size, comm.size)
     partial = [x[part] for part in blocks.slices()]
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -84,7 +83,7 @@ def all_gather(comm: Communicator, x: np.ndarray) -> None:
     -----
     Collective. Sends n - blocks.size(rank + 1) elements in N - 1 messages; allocates nothing.
     """
-    _check(comm, x)
+    check(comm, x)
     parts = [x[part] for part in Blocks(x.size, comm.size).slices()]
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     with comm.collective("all-gather"):
@@ -120,36 +119,8 @@ def all_reduce(
     all_gather(comm, x)
 
 
-class Ring:
-    """The default reducer: the collectives of a unit, in the ring's order of summation.
-
-    A reducer is all that a scheme knows of communication. Other orders of summation are other reducers with
-    these three methods, not other schemes.
-    """
-
-    name = "ring"
-
-    def __init__(self, comm: Communicator, ledger: Ledger) -> None:
-        self.comm = comm
-        self._empty = lambda numel, dtype: ledger.empty("ring buffer", numel, dtype)
-
-    def reduce_scatter(self, u: int, x: np.ndarray) -> np.ndarray:
-        """Return this rank's block of the sum of unit `u`; `x` is overwritten. Collective."""
-        self.comm.unit = u
-        return reduce_scatter(self.comm, x, self._empty)
-
-    def all_gather(self, u: int, x: np.ndarray) -> None:
-        """Fill `x` with unit `u` from the blocks that the ranks own. Collective."""
-        self.comm.unit = u
-        all_gather(self.comm, x)
-
-    def all_reduce(self, u: int, x: np.ndarray, finish: Callable[[np.ndarray], None]) -> None:
-        """Replace `x` by the sum of unit `u`, changed by `finish` on its owner. Collective."""
-        self.comm.unit = u
-        all_reduce(self.comm, x, finish, self._empty)
-
-
-def _check(comm: Communicator, x: np.ndarray) -> None:
+def check(comm: Communicator, x: np.ndarray) -> None:
+    """Refuse an `x` that no collective can work in: not one-dimensional, contiguous and writable."""
     if x.ndim != 1 or not x.flags.c_contiguous:
         order = (
             "Fortran-ordered"

@@ -32,6 +32,8 @@ class Traffic:
     def __init__(self) -> None:
         # Plain lists in the order of Count's fields: they are added to at every message.
         self._counts: dict[Label, list[int]] = {}
+        # Calls of the MPI library's own collectives, by name: what they send is the library's business.
+        self.calls: dict[str, int] = {}
 
     def count(self, label: Label) -> list[int]:
         """Return the five numbers under `label`, to be added to in place."""

@@ -37,6 +37,11 @@ class MLP:
     def n_params(self) -> int:
         return sum(self.units)
 
+    def tensors(self, u: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return "weight", (dims[u], dims[u+1]), and "bias", (dims[u+1],)."""
+        fan_in, fan_out = self.dims[u], self.dims[u + 1]
+        return ("weight", (fan_in, fan_out)), ("bias", (fan_out,))
+
     def init(self, seed: int = 0) -> Iterator[np.ndarray]:
         """Yield each layer: weights standard normal times sqrt(2 / fan_in) (He et al. 2015), biases zero."""
         rng = np.random.default_rng(seed)
@@ -76,15 +81,17 @@ class MLP:
         params: np.ndarray,
         saved: tuple[np.ndarray, np.ndarray],
         dy: np.ndarray,
-        out: np.ndarray,
+        out: np.ndarray | None,
     ) -> np.ndarray | None:
+        """Write the gradient of layer `u` into `out`; return that of its input, None for the first."""
         x, y = saved
         if u < len(self.units) - 1:
             dy *= y > 0
         weights, _ = self._split(u, params)
-        d_weights, d_bias = self._split(u, out)
-        np.matmul(x.T, dy, out=d_weights)
-        np.sum(dy, axis=0, out=d_bias)
+        if out is not None:
+            d_weights, d_bias = self._split(u, out)
+            np.matmul(x.T, dy, out=d_weights)
+            np.sum(dy, axis=0, out=d_bias)
         return dy @ weights.T if u > 0 else None
 
     def describe(self) -> str:

@@ -26,6 +26,9 @@ class Model(Protocol):
     def n_params(self) -> int:
         """Number of parameters, Ψ: the sum of `units`."""
 
+    def tensors(self, u: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return (name, shape) of the tensors that unit `u` is made of, in order."""
+
     def init(self, seed: int) -> Iterator[np.ndarray]:
         """Yield the initial weights unit by unit, float32, shape (numel,): the same for the same seed."""
 
@@ -36,9 +39,9 @@ class Model(Protocol):
         """Return the loss and its gradient with respect to `y_hat`."""
 
     def backward(
-        self, u: int, params: np.ndarray, saved: Any, dy: np.ndarray, out: np.ndarray
+        self, u: int, params: np.ndarray, saved: Any, dy: np.ndarray, out: np.ndarray | None
     ) -> np.ndarray | None:
-        """Write the gradient of unit `u` into `out`, float32, shape (numel,).
+        """Write the gradient of unit `u` into `out`, float32, shape (numel,); None: it is frozen.
 
         Return the gradient of its input, None where there is no unit before. `dy` may be overwritten.
         """

@@ -5,7 +5,8 @@ asked (engine.py).
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from ..comm import Communicator
 from ..data import Batch
 from ..engine import train_step
 from ..layout import Blocks
-from ..memory import Ledger
+from ..memory import BANDS, Ledger
 from ..model import Model
-from ..optim import Adam
-from ..precision import Precision, convert, describe, dtype_of, round_through
-from ..ring import Ring
+from ..optim import PIECE, Adam, Optimizer
+from ..precision import Precision, all_finite, convert, describe, dtype_of, round_through
+from ..reducers import Reducer, Ring
 from ..traffic import Traffic
+from ..training import ScaleState, Training
 
 
 class Scheme:
@@ -31,21 +33,27 @@ class Scheme:
     comm : an mpi4py communicator, or a Communicator of ours, whose ranks are used with a count of bytes of
         the scheme's own. None is the MPI world.
     precision : "mixed" (float16 parameters and gradients), "bf16", "fp32", or a Precision.
-    optimizer : an element-wise optimizer.
+    optimizer : an element-wise optimizer (optim.py).
+    training : how a step is made: micro-batches, clipping, loss scale, frozen units (training.py).
     init_seed : of the initial weights.
-    reducer : builds the reducer from (communicator, ledger).
+    reducer : builds the reducer from (communicator, ledger) (reducers.py).
 
     Attributes
     ----------
-    params, grads : one array for each unit, whole or this rank's shard of it, as `sharded` says.
+    params, grads : one array for each unit, whole or this rank's shard of it, as `sharded` says. A frozen
+        unit has parameters alone.
     optimizer_state : one dict of float32 arrays for each unit: the optimizer's slots, and "master" where
         parameters have 16 bits.
+    trained : the units that are not frozen.
     ledger, comm : what counts this scheme's bytes at rest, and on the wire.
-    step_traffic : what this rank sent and received in the last step.
+    steps_begun, steps_done : steps asked for, and those that were not skipped.
+    step_traffic, grad_norm, skipped : of the last step: what this rank sent and received, the global norm of
+        the gradient (None unless it is clipped), and why no weight changed ("" where they did).
 
     Raises
     ------
-    ValueError : ranks do not share model, precision, optimizer or initial weights. All ranks raise the same.
+    ValueError : ranks do not share model, precision, optimizer, training or initial weights. All ranks raise
+        the same.
 
     Notes
     -----
@@ -55,6 +63,7 @@ class Scheme:
     name: str
     key: str
     sharded: tuple[str, ...]
+    reduce_every: str
 
     def __init__(
         self,
@@ -62,20 +71,35 @@ class Scheme:
         comm: Any = None,
         *,
         precision: str | Precision = "mixed",
-        optimizer: Adam | None = None,
+        optimizer: Optimizer | None = None,
+        training: Training | None = None,
         init_seed: int = 0,
-        reducer: Callable[[Communicator, Ledger], Any] = Ring,
+        reducer: Callable[[Communicator, Ledger], Reducer] = Ring,
     ) -> None:
         self.model = model
         self.comm = comm.counted_apart() if isinstance(comm, Communicator) else Communicator(comm)
         self.ledger = Ledger()
         self.precision = precision if isinstance(precision, Precision) else Precision.named(precision)
         self.optimizer = Adam() if optimizer is None else optimizer
+        self.training = Training() if training is None else training
         self.reducer = reducer(self.comm, self.ledger)
         self.units = range(len(model.units))
         self.blocks = [Blocks(numel, self.comm.size) for numel in model.units]
-        self.steps_done = 0
+        self.steps_begun = self.steps_done = self.micro_batch = 0
+        self.scale = ScaleState(self.training.loss_scale)
         self.step_traffic = Traffic()
+        self.grad_norm: float | None = None
+        self.skipped = ""
+        # Units whose gradient was not finite in this step: this rank's own, and the sum in its block.
+        self.overflowed: set[int] = set()
+        self.sums_overflowed: set[int] = set()
+        wanted = self.training.reduce_every
+        if wanted == "step" and self.reduce_every == "micro-batch":
+            # Gradients that wait for the end of the step are whole until then.
+            self.sharded = tuple(band for band in self.sharded if band != "grads")
+        self.reduce_every = wanted or self.reduce_every
+        # Whether a gradient is reduced once: then the sum over ranks is all there is to divide.
+        self._reduced_once = self.training.accumulate == 1 or self.reduce_every == "step"
         self._params_dtype = dtype_of(self.precision.params)
         self._grads_dtype = dtype_of(self.precision.grads)
         self._reduce_dtype = dtype_of(self.precision.reduce)
@@ -83,6 +107,8 @@ class Scheme:
         self._local_gradients: dict[int, np.ndarray] = {}
         self._gathered: dict[int, np.ndarray] = {}
         with self.comm.together():
+            self.training.check_units(len(model.units))
+            self.trained = [u for u in self.units if u not in self.training.freeze]
             weights = self._allocate(init_seed)
         self.comm.agree(
             scheme=self.key,
@@ -90,6 +116,7 @@ class Scheme:
             units=model.units,
             precision=describe(self.precision),
             optimizer=self.optimizer,
+            training=self.training,
             reducer=self.reducer.name,
             **{"initial weights": weights},
         )
@@ -108,8 +135,12 @@ class Scheme:
         """Take the local gradient of unit `u` from its buffer."""
         raise NotImplementedError
 
-    def backward_done(self) -> None:
-        """Finish the gradients: afterwards what this rank owns of them is the mean over ranks."""
+    def backward_done(self, units: Sequence[int]) -> None:
+        """Finish the gradients of `units`: afterwards what this rank owns of them is the mean over ranks.
+
+        Asked after the last micro-batch, of all units that are trained; or, with `reduce_every`
+        "micro-batch", of each unit as soon as it is ready.
+        """
         raise NotImplementedError
 
     def update(self, scale: float) -> None:
@@ -118,9 +149,25 @@ class Scheme:
 
     # What a user calls.
 
-    def step(self, batch: Batch) -> float:
-        """Train on this rank's `batch`; return the mean over ranks of its loss before it. Collective."""
-        return train_step(self, batch)
+    def step(self, *micro_batches: Batch | None) -> float:
+        """Train on this rank's batch, or on its K micro-batches; return the mean loss over all rows before.
+
+        Parameters
+        ----------
+        micro_batches : as many as `training.accumulate`, one (x, y) each: float32, (rows, n_in) and
+            (rows, n_out). Rows may differ between ranks and micro-batches, and be none. A single None says
+            that this rank has no batch left.
+
+        Raises
+        ------
+        OutOfBatches : a rank has none left; NotFinite : a loss or a gradient is not finite. All ranks raise
+            the same.
+
+        Notes
+        -----
+        Collective.
+        """
+        return train_step(self, micro_batches)
 
     def full_theta(self) -> np.ndarray | None:
         """Return all float32 weights in unit order, shape (n_params,), on rank 0; None on the others.
@@ -129,14 +176,15 @@ class Scheme:
         """
         if self.comm.rank != 0:
             for u in self.units:
-                self.comm.gather_to_root(self.owned_theta(u), None)
+                self.comm.gather_to_root(self.owned_theta(u).astype(np.float32, copy=False), None)
             return None
         theta = np.empty(self.model.n_params, np.float32)
         start = 0
         for u, blocks in zip(self.units, self.blocks, strict=True):
             unit = theta[start : start + blocks.numel]
             self.comm.gather_to_root(
-                self.owned_theta(u), [unit[blocks.of(rank)] for rank in range(blocks.count)]
+                self.owned_theta(u).astype(np.float32, copy=False),
+                [unit[blocks.of(rank)] for rank in range(blocks.count)],
             )
             start += blocks.numel
         return theta
@@ -153,31 +201,55 @@ class Scheme:
         """Yield (name, lo, hi, array) for what this rank owns of unit `u`: elements lo to hi of each array.
 
         Names are "params", "grads", "master" and the optimizer's slots. Each element is owned by one rank, in
-        every scheme by the same: a rank that holds a band whole owns its own block of it.
+        every scheme by the same: a rank that holds a band whole owns its own block of it. A frozen unit has
+        "params" alone.
         """
         own = self.blocks[u].of(self.comm.rank)
         yield "params", own.start, own.stop, self._owned_of("params", u, self.params[u])
+        if u in self.training.freeze:
+            return
         yield "grads", own.start, own.stop, self._owned_of("grads", u, self.grads[u])
         for slot, state in self.optimizer_state[u].items():
             yield slot, own.start, own.stop, self._owned_of("optimizer", u, state)
 
     def owned_theta(self, u: int) -> np.ndarray:
-        """Return this rank's block of the float32 weights of unit `u`, a view."""
-        wanted = "master" if self.precision.master else "params"
-        return next(array for name, _, _, array in self.owned(u) if name == wanted)
+        """Return this rank's block of the float32 weights of unit `u`, a view.
+
+        A frozen unit has no master: its parameters are its weights, in their own dtype.
+        """
+        arrays = {name: array for name, _, _, array in self.owned(u)}
+        return arrays.get("master", arrays["params"])
 
     def replica(self, u: int) -> np.ndarray | None:
         """Return unit `u` of the parameters as this rank holds it whole, or None if it holds a shard."""
         return None if "params" in self.sharded else self.params[u]
+
+    def squares(self) -> float:
+        """Return the sum of the squares of the gradient elements this rank owns, in float64.
+
+        Added unit by unit, each in pieces of `PIECE` elements, so that it is the same in every scheme.
+        """
+        total = 0.0
+        wide = self.ledger.empty("norm scratch", PIECE, np.dtype(np.float64))
+        for u in self.trained:
+            mine = self._owned_of("grads", u, self.grads[u])
+            for start in range(0, mine.size, PIECE):
+                piece = wide[: mine[start : start + PIECE].size]
+                convert(mine[start : start + PIECE], piece)
+                piece *= piece
+                total += float(piece.sum())
+        return total
 
     # The tools.
 
     def grad_buffer(self, u: int) -> np.ndarray:
         """Return where the local gradient of unit `u` is to be written: float32, shape (numel,).
 
-        A gradient band that is whole and float32 is written directly; else a buffer that `grad_ready` takes.
+        Where it is all that a whole float32 band will hold, the band itself; else a buffer that the tools
+        below take.
         """
-        if "grads" not in self.sharded and self._grads_dtype == np.float32:
+        whole = "grads" not in self.sharded and self._grads_dtype == np.float32
+        if whole and self.training.accumulate == 1 and self.reduce_every == "step":
             return self.grads[u]
         buffer = self.ledger.empty("unit gradient", self.blocks[u].numel, np.dtype(np.float32))
         self._local_gradients[u] = buffer
@@ -214,63 +286,124 @@ class Scheme:
             convert(wire, full)
 
     def keep_local(self, u: int) -> None:
-        """Round the local gradient of unit `u` into the whole gradient band."""
-        if u in self._local_gradients:
-            convert(self._local_gradients.pop(u), self.grads[u])
+        """Add the local gradient of unit `u`, rounded to the gradients' dtype, to the whole gradient band.
 
-    def local_gradient(self, u: int) -> np.ndarray:
-        """Return the local gradient of unit `u`, rounded to the gradients' dtype, in the reduce dtype.
-
-        A transient array, shape (numel,); the buffer it was written to is given up.
+        Where gradients are reduced every micro-batch there is nothing to add up: it stays in its buffer.
         """
-        gradient = self._local_gradients.pop(u)
-        wire = self._on_wire("reduce", u, gradient, self._reduce_dtype)
-        round_through(gradient, wire, self._grads_dtype)
-        return wire
+        if self.reduce_every == "micro-batch" or u not in self._local_gradients:
+            return
+        gradient, band = self._local_gradients.pop(u), self.grads[u]
+        if self.micro_batch == 0:
+            convert(gradient, band)
+        else:
+            round_through(gradient, gradient, self._grads_dtype)
+            add_into(band, gradient)
 
-    def band_gradient(self, u: int) -> np.ndarray:
-        """Return unit `u` of a whole gradient band in the reduce dtype: itself, or a transient copy."""
-        wire = self._on_wire("reduce", u, self.grads[u], self._reduce_dtype)
-        if wire is not self.grads[u]:
-            convert(self.grads[u], wire)
-        return wire
+    def reduce_scatter(self, u: int) -> None:
+        """Sum the gradient of unit `u` over the ranks, and keep this rank's own block of it. Collective."""
+        total = self.reducer.reduce_scatter(u, self._unreduced(u))
+        self._keep(u, total, self._owned_of("grads", u, self.grads[u]))
 
-    def reduce_scatter(self, u: int, gradient: np.ndarray) -> None:
-        """Sum `gradient` over the ranks and keep the mean of this rank's own block. Collective.
+    def all_reduce(self, u: int) -> None:
+        """Sum the gradient of unit `u` over the ranks, and keep all of it. Collective."""
+        gradient, band = self._unreduced(u), self.grads[u]
+        if not self._reduced_once:
+            self.reducer.all_reduce(u, gradient, _as_it_is)
+            self._keep(u, gradient, band)
+            return
+        # The owner finishes its block, once for all.
+        self.reducer.all_reduce(u, gradient, lambda own: self.average(u, own))
+        if gradient is not band:
+            convert(gradient, band)
 
-        `gradient`, shape (numel,), in the reduce dtype, is overwritten.
+    def average(self, u: int, total: np.ndarray) -> None:
+        """Divide sums over N ranks and K micro-batches by N K, and round them to the gradients' dtype.
+
+        In place. A sum may overflow where its terms did not, if the reduce dtype has 16 bits.
         """
-        mean = self.reducer.reduce_scatter(u, gradient)
-        self.average(mean)
-        convert(mean, self._owned_of("grads", u, self.grads[u]))
-
-    def all_reduce(self, u: int, gradient: np.ndarray) -> None:
-        """Sum `gradient` over the ranks and keep the mean of the whole unit. Collective.
-
-        `gradient`, shape (numel,), in the reduce dtype, is overwritten.
-        """
-        self.reducer.all_reduce(u, gradient, self.average)
-        if gradient is not self.grads[u]:
-            convert(gradient, self.grads[u])
-
-    def average(self, total: np.ndarray) -> None:
-        """Divide sums over ranks by N, once, and round them to the gradients' dtype, in place."""
-        if self.comm.size > 1:
+        terms = self.comm.size * self.training.accumulate
+        if terms > 1:
             wide = np.float64 if total.dtype == np.float64 else np.float32
-            np.divide(total, wide(self.comm.size), out=total, dtype=wide, casting="unsafe")
+            np.divide(total, wide(terms), out=total, dtype=wide, casting="unsafe")
         round_through(total, total, self._grads_dtype)
+        blocks = self.blocks[u]
+        # Of a sum that is whole on every rank, each looks at its own block.
+        mine = total[blocks.of(self.comm.rank)] if total.size == blocks.numel else total
+        if not all_finite(mine):
+            self.sums_overflowed.add(u)
+
+    def _unreduced(self, u: int) -> np.ndarray:
+        """Return this rank's gradient of unit `u`, rounded to the gradients' dtype, in the reduce dtype.
+
+        Shape (numel,). It is about to be mixed with the others', so a value that is not finite is noted now.
+        """
+        if self.reduce_every == "step":
+            self.keep_local(u)
+            gradient = self.grads[u]
+            wire = self._on_wire("reduce", u, gradient, self._reduce_dtype)
+            if wire is not gradient:
+                convert(gradient, wire)
+        else:
+            gradient = self._local_gradients.pop(u)
+            wire = self._on_wire("reduce", u, gradient, self._reduce_dtype)
+            round_through(gradient, wire, self._grads_dtype)
+        if not all_finite(wire):
+            self.overflowed.add(u)
+        return wire
+
+    def _keep(self, u: int, total: np.ndarray, into: np.ndarray) -> None:
+        """Put a sum over ranks where this rank keeps it; once the step's last is in, make it the mean."""
+        if self._reduced_once:
+            self.average(u, total)
+            convert(total, into)
+            return
+        if self.micro_batch == 0:
+            convert(total, into)
+        else:
+            add_into(into, total)
+        if self.micro_batch == self.training.accumulate - 1:
+            self.average(u, into)
 
     def step_optimizer(self, u: int, scale: float) -> None:
         """Update what this rank holds the optimizer state of in unit `u`, whole or its own block."""
-        state = self.optimizer_state[u]
+        optimizer, state = self.optimizer, self.optimizer_state[u]
         params = self._beside_optimizer("params", u, self.params[u])
         grads = self._beside_optimizer("grads", u, self.grads[u])
-        theta = state["master"] if self.precision.master else params
-        numel = self.optimizer.scratch_numel(theta.size)
+        theta = state.get("master", params)
+        numel = optimizer.scratch_numel(theta.size)
         scratch = self.ledger.empty("optimizer scratch", numel, np.dtype(np.float32))
-        self.optimizer.update(theta, grads, state, self.steps_done, scale, scratch)
+        lr = optimizer.lr * self.training.schedule.factor(self.steps_done)
+        for part, decay in self._groups(u):
+            optimizer.update(
+                theta[part],
+                grads[part],
+                {slot: state[slot][part] for slot in optimizer.slots},
+                self.steps_done,
+                scale=scale,
+                lr=lr,
+                decay=decay,
+                scratch=scratch,
+            )
         if theta is not params:
             convert(theta, params)
+
+    def _groups(self, u: int) -> Iterator[tuple[slice, bool]]:
+        """Yield the parts of what `step_optimizer` updates of unit `u`, and whether their weights decay.
+
+        Matrices do, biases do not, as is usual. A part may be empty on this rank.
+        """
+        held = slice(0, self.blocks[u].numel)
+        if "optimizer" in self.sharded:
+            held = self.blocks[u].of(self.comm.rank)
+        if not self.optimizer.weight_decay:
+            yield slice(0, held.stop - held.start), False
+            return
+        start = 0
+        for _, shape in self.model.tensors(u):
+            stop = start + math.prod(shape)
+            low, high = (min(max(edge, held.start), held.stop) - held.start for edge in (start, stop))
+            yield slice(low, high), len(shape) > 1
+            start = stop
 
     # How bands are laid out.
 
@@ -284,8 +417,12 @@ class Scheme:
         for u, theta in zip(self.units, self.model.init(init_seed), strict=True):
             fingerprint.update(theta.data)
             own = self.blocks[u].of(self.comm.rank)
-            held = {band: slice(None) if band not in self.sharded else own for band in _BANDS}
+            held = {band: slice(None) if band not in self.sharded else own for band in BANDS}
             self.params.append(self._band("params", theta[held["params"]], self._params_dtype))
+            if u in self.training.freeze:
+                self.grads.append(np.empty(0, self._grads_dtype))
+                self.optimizer_state.append({})
+                continue
             self.grads.append(self._band("grads", np.zeros_like(theta[held["grads"]]), self._grads_dtype))
             state = {}
             for slot in slots:
@@ -314,4 +451,11 @@ class Scheme:
         return self.ledger.empty(f"{purpose} wire", self.blocks[u].numel, dtype)
 
 
-_BANDS = ("params", "grads", "optimizer")
+def add_into(band: np.ndarray, gradient: np.ndarray) -> None:
+    """Add `gradient` to `band`, both (n,), in the wider of their dtypes and float32; round to the band's."""
+    wide = np.float64 if np.float64 in (band.dtype, gradient.dtype) else np.float32
+    np.add(band, gradient, out=band, dtype=wide, casting="unsafe")
+
+
+def _as_it_is(total: np.ndarray) -> None:
+    """Leave a sum as it is."""

@@ -3,6 +3,8 @@
 Not for: how a tool works (base.py) or when it is asked for (engine.py).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .base import Scheme
@@ -14,6 +16,7 @@ class ZeRO1(Scheme):
     name = "ZeRO-1"
     key = "zero1"
     sharded = ("optimizer",)
+    reduce_every = "step"
 
     def full_params(self, u: int) -> np.ndarray:
         return self.widened(u)
@@ -24,11 +27,11 @@ class ZeRO1(Scheme):
     def grad_ready(self, u: int) -> None:
         self.keep_local(u)
 
-    def backward_done(self) -> None:
-        for u in self.units:
-            self.reduce_scatter(u, self.band_gradient(u))
+    def backward_done(self, units: Sequence[int]) -> None:
+        for u in units:
+            self.reduce_scatter(u)
 
     def update(self, scale: float) -> None:
-        for u in self.units:
+        for u in self.trained:
             self.step_optimizer(u, scale)
             self.all_gather(u, self.params[u])

@@ -3,6 +3,8 @@
 Not for: how a tool works (base.py) or when it is asked for (engine.py).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .base import Scheme
@@ -14,6 +16,7 @@ class ZeRO2(Scheme):
     name = "ZeRO-2"
     key = "zero2"
     sharded = ("grads", "optimizer")
+    reduce_every = "micro-batch"
 
     def full_params(self, u: int) -> np.ndarray:
         return self.widened(u)
@@ -22,12 +25,12 @@ class ZeRO2(Scheme):
         """Nothing to free: this rank holds the unit whole."""
 
     def grad_ready(self, u: int) -> None:
-        self.reduce_scatter(u, self.local_gradient(u))
+        self.reduce_scatter(u)
 
-    def backward_done(self) -> None:
+    def backward_done(self, units: Sequence[int]) -> None:
         """Nothing left to reduce: every unit was, when it was ready."""
 
     def update(self, scale: float) -> None:
-        for u in self.units:
+        for u in self.trained:
             self.step_optimizer(u, scale)
             self.all_gather(u, self.params[u])

@@ -3,6 +3,8 @@
 Not for: how a tool works (base.py) or when it is asked for (engine.py).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from .base import Scheme
@@ -14,6 +16,7 @@ class ZeRO3(Scheme):
     name = "ZeRO-3"
     key = "zero3"
     sharded = ("params", "grads", "optimizer")
+    reduce_every = "micro-batch"
 
     def full_params(self, u: int) -> np.ndarray:
         return self.gathered(u)
@@ -22,11 +25,11 @@ class ZeRO3(Scheme):
         self.free_gathered(u)
 
     def grad_ready(self, u: int) -> None:
-        self.reduce_scatter(u, self.local_gradient(u))
+        self.reduce_scatter(u)
 
-    def backward_done(self) -> None:
+    def backward_done(self, units: Sequence[int]) -> None:
         """Nothing left to reduce: every unit was, when it was ready."""
 
     def update(self, scale: float) -> None:
-        for u in self.units:
+        for u in self.trained:
             self.step_optimizer(u, scale)
