@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 # Before numpy: ranks outnumber cores, and the bits of a product must not depend on a choice of threads.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 from _pytest.config import create_terminal_writer  # noqa: E402
 
@@ -23,30 +25,45 @@ sys.path.insert(0, str(Path(__file__).parent))
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parents[1]
 
-# A rank that failed alone waits so long for the others to end the test, then ends the job.
-PATIENCE_S = 4.0
+# A rank that has failed, or skips, waits so long for the others to end the phase, then ends the job.
+PATIENCE_S = 3.0
+
+OUTCOMES = ("passed", "failed", "skipped")
 
 
 class Ranks:
-    """Meets the other ranks after each MPI test."""
+    """Meets the other ranks after each phase of each test, so that none is ever a phase ahead."""
 
     def __init__(self):
         from mpi4py import MPI
 
-        self.MPI, self.world = MPI, MPI.COMM_WORLD.Dup()
+        self.world = MPI.COMM_WORLD.Dup()
 
-    def meet(self, failed):
-        """Return which ranks failed, or None if the others did not come in time and this rank failed."""
-        import numpy as np
+    def meet(self, place, outcome, patient):
+        """Return every rank's outcome of `place`; end the job if the others do not come to it.
 
-        mine, all_ranks = np.array([failed], np.uint8), np.empty(self.world.size, np.uint8)
+        place : what was done, such as a test's name and phase. patient : wait as long as it takes; who knows
+        of something wrong must not, since the others may be waiting for it elsewhere.
+        """
+        mine = np.array([zlib.crc32(place.encode()), OUTCOMES.index(outcome)], np.int64)
+        all_ranks = np.empty((self.world.size, 2), np.int64)
         request = self.world.Iallgather(mine, all_ranks)
         deadline = time.monotonic() + PATIENCE_S
         while not request.Test():
-            if failed and time.monotonic() > deadline:
-                return None
+            if not patient and time.monotonic() > deadline:
+                self.end_job(f"{place}: {outcome} here, and the others did not come")
             time.sleep(1e-3)
-        return [rank for rank, bad in enumerate(all_ranks) if bad]
+        if (all_ranks[:, 0] != mine[0]).any():
+            self.end_job(f"{place}: other ranks are at another test")
+        return [OUTCOMES[row[1]] for row in all_ranks]
+
+    def end_job(self, why):
+        self.say(f"{why}: ending the job")
+        self.world.Abort(1)
+
+    def say(self, words):
+        sys.__stderr__.write(f"\nrank {self.world.rank}: {words}\n")
+        sys.__stderr__.flush()
 
 
 def pytest_addoption(parser):
@@ -56,7 +73,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    config.ranks = Ranks() if config.getoption("--with-mpi") else None
+    ranks = Ranks() if config.getoption("--with-mpi") else None
+    config.ranks = ranks if ranks and ranks.world.size > 1 else None
     config.outcomes = {}
     if launched_rank() > 0:
         reporter = config.pluginmanager.getplugin("terminalreporter")
@@ -77,7 +95,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("launches") and item.config.ranks and item.config.ranks.world.size > 1:
+    if item.get_closest_marker("launches") and item.config.ranks:
         pytest.skip("starts jobs of its own: runs in plain pytest")
 
 
@@ -85,29 +103,36 @@ def pytest_runtest_setup(item):
 def pytest_runtest_makereport(item, call):
     outcome = yield
     report = outcome.get_result()
-    ranks = item.config.ranks
-    together = ranks and item.get_closest_marker("mpi") and call.when == "call" and ranks.world.size > 1
-    if together:
-        if report.failed:
-            sys.__stderr__.write(f"\nrank {ranks.world.rank}: {item.nodeid} failed:\n{report.longreprtext}\n")
-            sys.__stderr__.flush()
-        failed = ranks.meet(report.failed)
-        if failed is None:
-            sys.__stderr__.write(f"rank {ranks.world.rank} failed alone: ending the job\n")
-            sys.__stderr__.flush()
-            ranks.world.Abort(1)
-        if failed and not report.failed:
-            report.outcome = "failed"
-            report.longrepr = f"failed on rank {', '.join(map(str, failed))}; its own words are above"
+    if item.config.ranks:
+        _meet_after(item, report, item.config.ranks)
     if call.when == "call" or report.outcome != "passed":
         item.config.outcomes[item.nodeid] = report.outcome
 
 
-def pytest_sessionfinish(session):
+def _meet_after(item, report, ranks):
+    """Give all ranks one outcome of a phase: what some rank failed, or only some skipped, has failed."""
+    if report.failed:
+        ranks.say(f"{item.nodeid} failed in {report.when}:\n{report.longreprtext}")
+    item.untroubled = getattr(item, "untroubled", True) and report.passed
+    outcomes = ranks.meet(f"{item.nodeid} ({report.when})", report.outcome, patient=item.untroubled)
+    if len(set(outcomes)) > 1 and not report.failed:
+        others = [f"{other} on rank {rank}" for rank, other in enumerate(outcomes) if other != report.outcome]
+        report.longrepr = f"{report.outcome} here, {', '.join(others)}"
+        report.outcome = "failed"
+
+
+def pytest_sessionfinish(session, exitstatus):
     path = session.config.getoption("--outcomes")
     if path and launched_rank() == 0:
         lines = [f"{outcome} {nodeid}\n" for nodeid, outcome in session.config.outcomes.items()]
         Path(path).write_text("".join(lines))
+    ranks = session.config.ranks
+    if ranks:
+        # A rank that could not collect, or was interrupted, is here while the others run tests.
+        well = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        outcomes = ranks.meet("end of the session", "passed" if well else "failed", patient=well)
+        if "failed" in outcomes and well:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from test_checks_fail import failing, run_with, says
-from test_schemes import M, settings
+from helpers import M, failing, run_with, says, settings
 from threadworld import run_ranks
 
 from zero_mpi import checks, engine, formulas

@@ -4,26 +4,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from test_schemes import M, settings
-from threadworld import run_ranks
+from helpers import M, failing, run_with, says
 
 from zero_mpi import formulas
 from zero_mpi.model import MLP
 from zero_mpi.reducers import Ring
-from zero_mpi.run import run
 from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO2, ZeRO3
-
-
-def failing(result):
-    return [verdict["check"] for verdict in result["verdicts"] if not verdict["holds"]]
-
-
-def says(result, check):
-    return next(verdict["says"] for verdict in result["verdicts"] if verdict["check"] == check)
-
-
-def run_with(schemes=None, size=3, **options):
-    return run_ranks(size, lambda comm: run(comm, settings(**options), schemes or list(SCHEMES)))[0]
 
 
 @pytest.fixture

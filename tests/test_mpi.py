@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from helpers import WIRES, settings
 from models import TinyUnits
-from test_schemes import WIRES, settings
 
 from zero_mpi import formulas, ring
 from zero_mpi.comm import Communicator

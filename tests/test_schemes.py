@@ -2,41 +2,16 @@
 
 import numpy as np
 import pytest
+from helpers import WIRES, M, settings
 from models import Prepared, TinyUnits
 from threadworld import run_ranks
 
 from zero_mpi import checks, formulas
-from zero_mpi.data import SeedStream
 from zero_mpi.model import MLP
 from zero_mpi.optim import Adam
 from zero_mpi.precision import Precision
-from zero_mpi.run import Settings, run
+from zero_mpi.run import run
 from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO2, ZeRO3
-
-WIRES = [
-    ("fp32", "float32", "float32"),
-    ("fp32", "float64", "float64"),
-    ("fp32", "float16", "float32"),
-    ("fp32", "bfloat16", "float32"),
-    ("mixed", "float32", "float32"),
-    ("mixed", "float16", "float16"),
-    ("mixed", "bfloat16", "float64"),
-    ("bf16", "float32", "float32"),
-    ("bf16", "bfloat16", "bfloat16"),
-]
-M = MLP((7, 5, 3))
-
-
-def settings(model=M, precision="mixed", reduce="float32", gather="float32", **options):
-    n_in, n_out = (model.dims[0], model.dims[-1]) if isinstance(model, MLP) else (4, 4)
-    defaults = {
-        "model": model,
-        "data": SeedStream(7, 4, n_in, n_out),
-        "precision": Precision.named(precision, reduce, gather),
-        "optimizer": Adam(),
-        "steps": 5,
-    }
-    return Settings(**{**defaults, **options})
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=" ".join)

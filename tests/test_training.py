@@ -4,8 +4,8 @@ import itertools
 
 import numpy as np
 import pytest
+from helpers import settings
 from models import Prepared, TinyUnits
-from test_schemes import settings
 from threadworld import run_ranks
 
 from zero_mpi import checks, formulas
@@ -79,18 +79,17 @@ def combined(
     """Return the settings of one combination of options."""
     name, _, rest = precision.partition(" ")
     data = uneven(accumulate) if rows == "uneven" else SeedStream(7, 4, 7, 3, accumulate)
-    base = settings(
+    wire = "float16" if rest == "float16 wire" else "float32"
+    grads = "float32" if rest == "float32 gradients" else None
+    return settings(
         model=M,
+        precision=Precision.named(name, wire, "float32", grads),
         data=data,
         optimizer=optimizer,
         training=Training(accumulate, reduce_every, clip, loss_scale, schedule, freeze),
         reducer=REDUCERS[reducer],
         steps=8,
     )
-    wire = "float16" if rest == "float16 wire" else "float32"
-    grads = "float32" if rest == "float32 gradients" else None
-    object.__setattr__(base, "precision", Precision.named(name, wire, "float32", grads))
-    return base
 
 
 def test_every_pair_of_options_is_combined():

@@ -40,11 +40,13 @@ def train_step(scheme: "Scheme", micro_batches: Sequence[Batch | None]) -> float
     scheme.overflowed.clear()
     scheme.sums_overflowed.clear()
     loss = 0.0
-    for scheme.micro_batch, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
-        loss += weight * _forward_backward(scheme, batch, weight * scheme.scale.value)
-    if scheme.reduce_every == "step":
-        scheme.backward_done(scheme.trained)
-    outcome = _agreed(scheme, loss)
+    # What overflows is looked for and agreed on, not warned of by each rank.
+    with np.errstate(over="ignore", invalid="ignore"):
+        for scheme.micro_batch, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+            loss += weight * _forward_backward(scheme, batch, weight * scheme.scale.value)
+        if scheme.reduce_every == "step":
+            scheme.backward_done(scheme.trained)
+        outcome = _agreed(scheme, loss)
     comm.phase = "update"
     scheme.grad_norm, scheme.skipped = outcome.norm, outcome.skip
     if not outcome.skip:

@@ -83,7 +83,7 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     process = _Process()
     trained = [settings.build(S, comm) for S in schemes]
     lockstep = _Lockstep(comm, settings, trained, hosts)
-    # What overflows is judged below, once and for all ranks, not warned of by each.
+    # Weights that overflow are judged below, once and for all ranks, not warned of by each.
     with np.errstate(over="ignore", invalid="ignore"):
         for batches in itertools.islice(settings.data.global_batches(comm.size), settings.steps):
             lockstep.step(batches)
