@@ -7,6 +7,7 @@ settings. Blocks are numpy's own `array_split`, the optimizers are written out a
 in the order that its reducer promises.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -75,6 +76,9 @@ class Reference:
     ----------
     theta : float32, shape (n_params,): the master weights, or the parameters where there is no master.
     norm : of the last step's gradient, where it is clipped. skipped : whether the last step was.
+    locals : of the last step: ``locals[k][rank][u]`` is the gradient of micro-batch k, unit u, as it is
+        stored before it is reduced.
+    means, before : of the last step: the mean gradient of each unit, float32; and theta and state before it.
     """
 
     def __init__(
@@ -102,6 +106,12 @@ class Reference:
         self.good_steps = 0
         self.norm: float | None = None
         self.skipped = False
+        self.locals: list[list[dict[int, np.ndarray]]] = []
+        self.means: dict[int, np.ndarray] = {}
+        self.means_before: dict[int, np.ndarray] = {}
+        self.before: tuple[np.ndarray, dict[str, np.ndarray]] = self._copied()
+        # How partial sums travel: as they are, unless `mean_if` asks what another wire would have given.
+        self.sent_as: Callable[[np.ndarray], np.ndarray] = lambda partial: partial
         # Aligned as the schemes' buffers are: BLAS may give other bits elsewhere.
         self._aligned = Ledger()
 
@@ -112,7 +122,8 @@ class Reference:
         rows = [[len(y) for _, y in micro] for micro in mine]
         every = sum(sum(row) for row in rows)
         losses = [0.0] * self.size
-        gradients: list[list[Any]] = []
+        self.before, self.means_before = self._copied(), self.means
+        gradients: list[list[dict[int, np.ndarray]]] = []
         for k in range(accumulate):
             gradients.append([])
             for rank in range(self.size):
@@ -132,6 +143,7 @@ class Reference:
             for u, mean in zip(self._units(), means, strict=True)
             for turn in gradients
         )
+        self.locals, self.means = gradients, dict(zip(self._units(), means, strict=True))
         if self._decide(finite):
             self._update(means)
         return total
@@ -185,7 +197,9 @@ class Reference:
 
         def add(tree: Tree, b: int) -> np.ndarray:
             if isinstance(tree, tuple):
-                return add(tree[0], b) + add(tree[1], b)
+                partial = add(tree[0], b)
+                # What a hop would send, if it were not sent as it is.
+                return self.sent_as(partial) + add(tree[1], b)
             return split[tree][b]
 
         return np.concatenate([add(self.order(b, self.size), b) for b in range(self.size)])
@@ -201,6 +215,36 @@ class Reference:
             self.scale /= 2
         return finite
 
+    def mean_if(
+        self,
+        u: int,
+        order: Callable[[int, int], Tree] | None = None,
+        reduce_every: str | None = None,
+        sent_as: Callable[[np.ndarray], np.ndarray] | None = None,
+    ) -> np.ndarray:
+        """Return what the last step's mean gradient of unit `u` would have been under another arithmetic.
+
+        Parameters
+        ----------
+        order : of summation, as in `ORDERS`. reduce_every : "step" or "micro-batch".
+        sent_as : what becomes of a partial sum on its way.
+        """
+        other = copy.copy(self)
+        other.order = order or self.order
+        other.reduce_every = reduce_every or self.reduce_every
+        other.sent_as = sent_as or self.sent_as
+        with np.errstate(over="ignore", invalid="ignore"):
+            return other._mean_of_unit([[g[u] for g in turn] for turn in self.locals])
+
+    def updated(self, gradients: dict[int, np.ndarray], scale: float) -> np.ndarray:
+        """Return the weights that the last step would have made of `gradients` times `scale`."""
+        theta, state = self.before[0].copy(), {slot: a.copy() for slot, a in self.before[1].items()}
+        self._apply(theta, state, gradients, scale)
+        return theta
+
+    def _copied(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        return self.theta.copy(), {slot: array.copy() for slot, array in self.state.items()}
+
     def _update(self, means: list[np.ndarray]) -> None:
         spec, units = self.training.loss_scale, self._units()
         scale, self.norm = 1.0 / self.scale, None
@@ -212,10 +256,20 @@ class Reference:
         if spec is not None and spec.dynamic and self.good_steps == spec.growth_every:
             self.scale, self.good_steps = 2 * self.scale, 0
         self.steps_done += 1
-        theta, state = self._split(self.theta), {s: self._split(a) for s, a in self.state.items()}
-        for u, mean in zip(units, means, strict=True):
-            gradient = mean if scale == 1.0 else mean * np.float32(scale)
-            self._step(theta[u], gradient, {slot: state[slot][u] for slot in state}, self._decays(u))
+        self._apply(self.theta, self.state, dict(zip(units, means, strict=True)), scale)
+
+    def _apply(
+        self,
+        theta: np.ndarray,
+        state: dict[str, np.ndarray],
+        gradients: dict[int, np.ndarray],
+        scale: float,
+    ) -> None:
+        """Update all units of `theta` and `state` in place with their gradients times `scale`."""
+        thetas, states = self._split(theta), {s: self._split(a) for s, a in state.items()}
+        for u, gradient in gradients.items():
+            g = gradient if scale == 1.0 else gradient * np.float32(scale)
+            self._step(thetas[u], g, {slot: states[slot][u] for slot in states}, self._decays(u))
 
     def _norm(self, means: list[np.ndarray]) -> float:
         """Return the norm of the mean gradient: squares in float64, added as their owners add them."""
