@@ -33,9 +33,12 @@ class Traffic:
         # Plain lists in the order of Count's fields: they are added to at every message.
         self._counts: dict[Label, list[int]] = {}
 
-    def count(self, label: Label) -> list[int]:
-        """Return the five numbers under `label`, to be added to in place."""
-        return self._counts.setdefault(label, [0] * len(Count._fields))
+    def count(self, *label: Any) -> list[int]:
+        """Return the five numbers under the label with these fields, to be added to in place."""
+        count = self._counts.get(label)  # type: ignore[call-overload]
+        if count is None:
+            count = self._counts[Label(*label)] = [0] * len(Count._fields)
+        return count
 
     def total(self, **where: Any) -> Count:
         """Return the sum over all labels whose fields have the values given.
