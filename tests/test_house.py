@@ -18,7 +18,7 @@ ALLOWED = {
     "memory": set(),
     "traffic": set(),
     "transport": set(),
-    "comm": {"traffic", "transport"},
+    "comm": {"layout", "traffic", "transport"},
     "precision": set(),
     "optim": set(),
     "data": set(),

@@ -7,17 +7,22 @@ import json
 import platform
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from .layout import Blocks
 from .traffic import Traffic
 from .transport import MPITransport, Transport
 
 # Far below 2^31 - 1, the count at which some MPI libraries fail; every message is cut at this length.
 MAX_MESSAGE_BYTES = 2**30
+
+# What every MPI library can add up, and the count that all of them take (MPI 3.1: a C int).
+LIBRARY_SUMS = ("float32", "float64")
+MAX_LIBRARY_NUMEL = 2**31 - 1
 
 # Every message carries what its sender believes to be doing, so that a rank that hands its units over in
 # another order is named instead of summed. MPI guarantees tags up to 32767.
@@ -176,6 +181,81 @@ class Communicator:
             f"blocks differ between ranks in {mine}: rank {self.rank} expected {expected} B "
             f"from rank {source}, got {length}"
         )
+
+    # The MPI library's own collectives: another order of summation, and bytes that nobody can count.
+
+    def library_reduce_scatter(self, x: np.ndarray, own: np.ndarray) -> None:
+        """Write this rank's block of the sum of `x` over the ranks to `own`, with the library's collective.
+
+        Parameters
+        ----------
+        x : array, shape (n,), contiguous, float32 or float64. Same n and dtype on every rank. Only read.
+        own : array, shape (Blocks(n, N).size(rank),), contiguous, dtype of `x`; overwritten.
+
+        Raises
+        ------
+        ValueError : other arrays; more than 2^31 - 1 elements; a transport without MPI below it.
+
+        Notes
+        -----
+        Collective; blocks and spins in the library even where ranks outnumber cores. Counted as one of
+        ``traffic.calls["reduce-scatter"]``, and nowhere else. The order of summation is the library's choice.
+        """
+        call = self.library_call("reduce-scatter", x, own)
+        self.traffic.calls["reduce-scatter"] += 1
+        call()
+
+    def library_all_gather(self, x: np.ndarray) -> None:
+        """Fill `x` with the blocks that the ranks own, with the library's own collective.
+
+        As `library_reduce_scatter`, but `x` may have any dtype of 1, 2, 4 or 8 bytes. Block `rank` is read,
+        all others are overwritten.
+        """
+        call = self.library_call("all-gather", x)
+        self.traffic.calls["all-gather"] += 1
+        call()
+
+    def library_all_reduce(self, x: np.ndarray) -> None:
+        """Replace `x` by its sum over the ranks, with the library's own collective.
+
+        As `library_reduce_scatter`. MPI does not promise that all ranks get the same bits.
+        """
+        call = self.library_call("all-reduce", x)
+        self.traffic.calls["all-reduce"] += 1
+        call()
+
+    def library_call(self, name: str, x: np.ndarray, own: np.ndarray | None = None) -> Callable[[], None]:
+        """Return the library's collective on these arrays, ready to be called again and again, not counted.
+
+        Parameters
+        ----------
+        name : "reduce-scatter" (from `x` to `own`), "all-gather" or "all-reduce" (both in place). Arrays and
+            errors as in the three methods above. Local; the returned call is collective.
+        """
+        prepare = getattr(self.transport, "library_call", None)
+        if prepare is None:
+            raise ValueError(f"library {name}: expected MPI, got {self.transport.describe()} below it")
+        if x.ndim != 1 or not x.flags.c_contiguous:
+            raise ValueError(
+                f"x: expected a contiguous array of shape (n,), got shape {x.shape} (rank {self.rank})"
+            )
+        blocks = Blocks(x.size, self.size)
+        if own is None:
+            own = x[blocks.of(self.rank)]
+        if not own.flags.c_contiguous or own.shape != (blocks.size(self.rank),) or own.dtype != x.dtype:
+            raise ValueError(
+                f"own: expected a contiguous array of shape ({blocks.size(self.rank)},) and {x.dtype}, "
+                f"got {own.shape} and {own.dtype} (rank {self.rank})"
+            )
+        if name != "all-gather" and x.dtype.name not in LIBRARY_SUMS:
+            raise ValueError(f"x: the MPI library sums {' and '.join(LIBRARY_SUMS)}, got {x.dtype.name}")
+        if x.itemsize not in (1, 2, 4, 8):
+            raise ValueError(f"x: expected elements of 1, 2, 4 or 8 bytes, got {x.itemsize} ({x.dtype.name})")
+        if x.size > MAX_LIBRARY_NUMEL:
+            raise ValueError(
+                f"x: the MPI library's collectives take at most {MAX_LIBRARY_NUMEL} elements, got {x.size}"
+            )
+        return prepare(name, x, own, [blocks.size(i) for i in range(self.size)])
 
     # Control traffic: a few bytes that ranks agree on, counted apart from the model's.
 

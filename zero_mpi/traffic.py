@@ -3,6 +3,7 @@
 Not for: counting; that happens where a message is handed over (comm.py).
 """
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 
@@ -27,9 +28,16 @@ class Count(NamedTuple):
 
 
 class Traffic:
-    """What one rank has sent and received, by label."""
+    """What one rank has sent and received, by label.
+
+    Attributes
+    ----------
+    calls : how often each of the MPI library's own collectives was called. What a library sends inside one
+        is its own affair: no bytes are counted for it, and `total` knows nothing of it.
+    """
 
     def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
         # Plain lists in the order of Count's fields: they are added to at every message.
         self._counts: dict[Label, list[int]] = {}
 

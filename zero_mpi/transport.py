@@ -171,6 +171,21 @@ class MPITransport:
         for sending in deferred:
             _wait_patiently(sending.Test)
 
+    def library_call(self, name: str, x: np.ndarray, own: np.ndarray, sizes: list[int]) -> Callable[[], None]:
+        """Return what `Communicator.library_call` does; `sizes` are the elements of each rank's block."""
+        MPI, comm = self._MPI, self._comm
+        # Types are named here, once: mpi4py takes as long to find one as a short collective does.
+        if name == "all-gather":
+            by_size = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            blocks = [_plain(x), sizes, starts, by_size[x.itemsize]]
+            return lambda: comm.Allgatherv(MPI.IN_PLACE, blocks)
+        of_dtype = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}[x.dtype.name]
+        whole, part = [x, of_dtype], [own, of_dtype]
+        if name == "reduce-scatter":
+            return lambda: comm.Reduce_scatter(whole, part, sizes, MPI.SUM)
+        return lambda: comm.Allreduce(MPI.IN_PLACE, whole, MPI.SUM)
+
     def wait_for(self, source: int) -> None:
         while not self._comm.Iprobe(source, self._MPI.ANY_TAG):
             time.sleep(1e-3)
