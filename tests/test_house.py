@@ -69,8 +69,10 @@ ALLOWED = {
         "schemes",
     },
     "report": set(),
+    "bench": {"comm", "layout", "report", "ring"},
     "cli": {
         "__init__",
+        "bench",
         "comm",
         "data",
         "engine",
