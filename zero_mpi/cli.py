@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from . import __version__, report
+from . import __version__, bench, report
 from .comm import Communicator, SharedMistake
 from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .engine import NotFinite
@@ -170,10 +170,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line on every rank; return the exit code: 0 checks hold, 1 one fails, 2 a mistake."""
+    benching = list(argv[:1]) == ["bench"]
     if {"-h", "--help", "--version"} & set(argv):
         # Needs no MPI, and one voice is enough.
         if launched_rank() == 0:
-            parser().parse_args([a for a in argv if a in ("-h", "--help", "--version")])
+            asked = [a for a in argv if a in ("-h", "--help", "--version")]
+            (bench.parser if benching else parser)().parse_args(asked)
         return HOLDS
     try:
         comm = Communicator()
@@ -190,7 +192,7 @@ def main(argv: Sequence[str]) -> int:
         # A terminal without θ gets a question mark.
         sys.stdout.reconfigure(errors="replace")
     with comm.ending_job_on_error():
-        return _main(comm, argv)
+        return bench.main(comm, argv[1:]) if benching else _main(comm, argv)
 
 
 def _main(comm: Communicator, argv: Sequence[str]) -> int:

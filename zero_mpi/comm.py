@@ -7,25 +7,31 @@ import json
 import platform
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from .traffic import Label, Traffic
+from .layout import Blocks
+from .traffic import Traffic
 from .transport import MPITransport, Transport
 
 # Far below 2^31 - 1, the count at which some MPI libraries fail; every message is cut at this length.
 MAX_MESSAGE_BYTES = 2**30
 
+# What every MPI library can add up, and the count that all of them take (MPI 3.1: a C int).
+LIBRARY_SUMS = ("float32", "float64")
+MAX_LIBRARY_NUMEL = 2**31 - 1
+
 # Every message carries what its sender believes to be doing, so that a rank that hands its units over in
 # another order is named instead of summed. MPI guarantees tags up to 32767.
 _COLLECTIVES = ("point-to-point", "reduce-scatter", "all-gather", "control")
+_NUMBER_OF = {name: number for number, name in enumerate(_COLLECTIVES)}
 
 
 def _order_tag(collective: str, unit: int) -> int:
-    return _COLLECTIVES.index(collective) + len(_COLLECTIVES) * (unit % 8000)
+    return _NUMBER_OF[collective] + len(_COLLECTIVES) * (unit % 8000)
 
 
 def _order_name(tag: int) -> str:
@@ -52,6 +58,7 @@ class Communicator:
     rank, size : this rank, and the number of ranks N.
     phase, unit : what the next messages are counted under; set by the engine and the reducer.
     traffic : the Traffic that counts; replace it to start a new count.
+    defers_sends : whether ranks outnumber cores, so that sends are waited for at the end of a collective.
     """
 
     def __init__(self, comm: Any = None, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -68,10 +75,10 @@ class Communicator:
         self.phase = "set-up"
         self.unit = 0
         self.traffic = Traffic()
-        self._kind = "model"
-        self._collective = "point-to-point"
-        self._tag = 0
-        self._open: dict[int, list[int]] | None = None
+        # A transport may do without: ranks that each have a core gain nothing.
+        self.defers_sends: bool = getattr(self.transport, "defers_sends", False)
+        self._known: dict[tuple, _Collective] = {}
+        self._now = self._outside = _Collective(self, "point-to-point", "model")
 
     # The one place where bytes go out, come in and are counted.
 
@@ -90,22 +97,22 @@ class Communicator:
         """
         if not (send.flags.c_contiguous and receive.flags.c_contiguous and receive.flags.writeable):
             self._refuse_buffers(send, receive)
-        out_bytes = send.nbytes if dest is not None else 0
-        in_bytes = receive.nbytes if source is not None else 0
+        now = self._now
+        out_bytes, in_bytes = send.nbytes, receive.nbytes
         if out_bytes <= self.max_message_bytes and in_bytes <= self.max_message_bytes:
-            came = self.transport.exchange(send, dest, self._tag, receive, source)
-            if source is not None and came != (self._tag, in_bytes):
+            came = self.transport.exchange(send, dest, now.tag, receive, source)
+            if source is not None and came != (now.tag, in_bytes):
                 self._refuse_message(source, *came, in_bytes)
             out_messages = in_messages = 1
         else:
             out_messages, in_messages = self._exchange_in_pieces(send, dest, receive, source)
         if dest is not None:
-            count = self._count(dest)
+            count = now.counts.get(dest) or self._count(dest)
             count[0] += out_bytes
             count[1] += out_messages
             count[2] += send.size
         if source is not None:
-            count = self._count(source)
+            count = now.counts.get(source) or self._count(source)
             count[3] += in_bytes
             count[4] += in_messages
 
@@ -113,7 +120,7 @@ class Communicator:
         self, send: np.ndarray, dest: int | None, receive: np.ndarray, source: int | None
     ) -> tuple[int, int]:
         """Exchange in messages of at most `max_message_bytes`; return how many were sent and received."""
-        limit = self.max_message_bytes
+        limit, tag = self.max_message_bytes, self._now.tag
         outgoing, incoming = (array.reshape(-1).view(np.uint8) for array in (send, receive))
         out_messages = max(1, -(-outgoing.nbytes // limit)) if dest is not None else 0
         in_messages = max(1, -(-incoming.nbytes // limit)) if source is not None else 0
@@ -121,33 +128,35 @@ class Communicator:
             piece = slice(i * limit, (i + 1) * limit)
             dest_now = dest if i < out_messages else None
             source_now = source if i < in_messages else None
-            came = self.transport.exchange(outgoing[piece], dest_now, self._tag, incoming[piece], source_now)
-            if source_now is not None and came != (self._tag, incoming[piece].nbytes):
+            came = self.transport.exchange(outgoing[piece], dest_now, tag, incoming[piece], source_now)
+            if source_now is not None and came != (tag, incoming[piece].nbytes):
                 self._refuse_message(source_now, *came, incoming[piece].nbytes)
         return out_messages, in_messages
 
-    @contextmanager
-    def collective(self, name: str, kind: str = "model") -> Iterator[None]:
-        """Count the messages inside under the collective `name`, as "model" or "control" traffic.
+    def collective(self, name: str, kind: str = "model", *, sent_stays: bool = False) -> "_Collective":
+        """Count the messages inside the ``with`` under the collective `name`, as traffic of this kind.
 
         Phase, unit and traffic must not change inside.
+
+        Parameters
+        ----------
+        kind : "model" or "control".
+        sent_stays : the caller's promise that no array sent inside is changed before the end. Sends then need
+            not be waited for one by one, which saves ranks that outnumber cores half of their turns.
         """
-        before = self._collective, self._kind, self._tag, self._open
-        self._collective, self._kind = name, kind
-        self._tag = _order_tag(name, 0 if kind == "control" else self.unit)
-        self._open = {}
-        try:
-            yield
-        finally:
-            self._collective, self._kind, self._tag, self._open = before
+        # The same few collectives come again in every step; a short message takes hardly longer than a label.
+        label = name, kind, self.phase, self.unit, sent_stays
+        known = self._known.get(label)
+        if known is None or known.traffic is not self.traffic or known is self._now:
+            known = self._known[label] = _Collective(self, name, kind, sent_stays)
+        return known
 
     def _count(self, peer: int) -> list[int]:
-        """Return the numbers that messages with `peer` are counted in; looked up once in a collective."""
-        if self._open is not None and peer in self._open:
-            return self._open[peer]
-        count = self.traffic.count(Label(self._kind, self.phase, self._collective, self.unit, peer))
-        if self._open is not None:
-            self._open[peer] = count
+        """Return the numbers that messages with `peer` are counted in; looked up once for a label."""
+        now = self._now
+        count = self.traffic.count(now.kind, self.phase, now.name, self.unit, peer)
+        if now is not self._outside:
+            now.counts[peer] = count
         return count
 
     def _refuse_buffers(self, send: np.ndarray, receive: np.ndarray) -> None:
@@ -161,7 +170,7 @@ class Communicator:
         raise ValueError(f"receive: expected a writable buffer, got a read-only array (rank {self.rank})")
 
     def _refuse_message(self, source: int, came_tag: int, came: int, expected: int) -> None:
-        mine, theirs = _order_name(self._tag), _order_name(came_tag)
+        mine, theirs = _order_name(self._now.tag), _order_name(came_tag)
         if mine != theirs:
             raise RuntimeError(
                 f"ranks hand units over in different orders: rank {self.rank} is at {mine}, "
@@ -172,6 +181,81 @@ class Communicator:
             f"blocks differ between ranks in {mine}: rank {self.rank} expected {expected} B "
             f"from rank {source}, got {length}"
         )
+
+    # The MPI library's own collectives: another order of summation, and bytes that nobody can count.
+
+    def library_reduce_scatter(self, x: np.ndarray, own: np.ndarray) -> None:
+        """Write this rank's block of the sum of `x` over the ranks to `own`, with the library's collective.
+
+        Parameters
+        ----------
+        x : array, shape (n,), contiguous, float32 or float64. Same n and dtype on every rank. Only read.
+        own : array, shape (Blocks(n, N).size(rank),), contiguous, dtype of `x`; overwritten.
+
+        Raises
+        ------
+        ValueError : other arrays; more than 2^31 - 1 elements; a transport without MPI below it.
+
+        Notes
+        -----
+        Collective; blocks and spins in the library even where ranks outnumber cores. Counted as one of
+        ``traffic.calls["reduce-scatter"]``, and nowhere else. The order of summation is the library's choice.
+        """
+        call = self.library_call("reduce-scatter", x, own)
+        self.traffic.calls["reduce-scatter"] += 1
+        call()
+
+    def library_all_gather(self, x: np.ndarray) -> None:
+        """Fill `x` with the blocks that the ranks own, with the library's own collective.
+
+        As `library_reduce_scatter`, but `x` may have any dtype of 1, 2, 4 or 8 bytes. Block `rank` is read,
+        all others are overwritten.
+        """
+        call = self.library_call("all-gather", x)
+        self.traffic.calls["all-gather"] += 1
+        call()
+
+    def library_all_reduce(self, x: np.ndarray) -> None:
+        """Replace `x` by its sum over the ranks, with the library's own collective.
+
+        As `library_reduce_scatter`. MPI does not promise that all ranks get the same bits.
+        """
+        call = self.library_call("all-reduce", x)
+        self.traffic.calls["all-reduce"] += 1
+        call()
+
+    def library_call(self, name: str, x: np.ndarray, own: np.ndarray | None = None) -> Callable[[], None]:
+        """Return the library's collective on these arrays, ready to be called again and again, not counted.
+
+        Parameters
+        ----------
+        name : "reduce-scatter" (from `x` to `own`), "all-gather" or "all-reduce" (both in place). Arrays and
+            errors as in the three methods above. Local; the returned call is collective.
+        """
+        prepare = getattr(self.transport, "library_call", None)
+        if prepare is None:
+            raise ValueError(f"library {name}: expected MPI, got {self.transport.describe()} below it")
+        if x.ndim != 1 or not x.flags.c_contiguous:
+            raise ValueError(
+                f"x: expected a contiguous array of shape (n,), got shape {x.shape} (rank {self.rank})"
+            )
+        blocks = Blocks(x.size, self.size)
+        if own is None:
+            own = x[blocks.of(self.rank)]
+        if not own.flags.c_contiguous or own.shape != (blocks.size(self.rank),) or own.dtype != x.dtype:
+            raise ValueError(
+                f"own: expected a contiguous array of shape ({blocks.size(self.rank)},) and {x.dtype}, "
+                f"got {own.shape} and {own.dtype} (rank {self.rank})"
+            )
+        if name != "all-gather" and x.dtype.name not in LIBRARY_SUMS:
+            raise ValueError(f"x: the MPI library sums {' and '.join(LIBRARY_SUMS)}, got {x.dtype.name}")
+        if x.itemsize not in (1, 2, 4, 8):
+            raise ValueError(f"x: expected elements of 1, 2, 4 or 8 bytes, got {x.itemsize} ({x.dtype.name})")
+        if x.size > MAX_LIBRARY_NUMEL:
+            raise ValueError(
+                f"x: the MPI library's collectives take at most {MAX_LIBRARY_NUMEL} elements, got {x.size}"
+            )
+        return prepare(name, x, own, [blocks.size(i) for i in range(self.size)])
 
     # Control traffic: a few bytes that ranks agree on, counted apart from the model's.
 
@@ -315,3 +399,27 @@ class Communicator:
     def abort(self, code: int = 1) -> None:
         """End the whole job in seconds, whatever the other ranks wait for."""
         self.transport.abort(code)
+
+
+class _Collective:
+    """What `Communicator.collective` returns: under what messages inside are sent and counted."""
+
+    __slots__ = ("_before", "_comm", "_defers_sends", "counts", "kind", "name", "tag", "traffic")
+
+    def __init__(self, comm: Communicator, name: str, kind: str, sent_stays: bool = False) -> None:
+        self._comm, self.name, self.kind = comm, name, kind
+        self.tag = _order_tag(name, 0 if kind == "control" else comm.unit)
+        self.traffic = comm.traffic
+        # The numbers that messages with each peer are counted in.
+        self.counts: dict[int, list[int]] = {}
+        self._defers_sends = sent_stays and comm.defers_sends
+
+    def __enter__(self) -> None:
+        self._before, self._comm._now = self._comm._now, self
+        if self._defers_sends:
+            self._comm.transport.defer_sends()
+
+    def __exit__(self, *_: object) -> None:
+        self._comm._now = self._before
+        if self._defers_sends:
+            self._comm.transport.complete_sends()

@@ -7,6 +7,7 @@ larger than rounding. What no test explains is "unknown".
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,8 +38,10 @@ class Parting(NamedTuple):
     Fields
     ------
     phase : "gradient", "parameters" or "replica" (a copy of others' parameters that a rank holds whole).
-    unit, tensor, index : where; the index is the tensor's own. rank : who owns it, or holds the replica.
-    observed, expected : the two values. ulp : how many values of their dtype lie between them, plus one.
+    unit, tensor, place : where; the place is the index in the tensor. rank : its owner, or who holds the
+        replica.
+    observed, expected : the two values. ulp : how many steps from value to value lead from
+        one to the other.
     differing, numel : how many elements of the unit differ, and how many it has.
     cause, why : the class, one of `CLASSES`, and the evidence in words.
     """
@@ -47,7 +50,7 @@ class Parting(NamedTuple):
     phase: str
     unit: int
     tensor: str
-    index: tuple[int, ...]
+    place: tuple[int, ...]
     rank: int
     dtype: str
     observed: float
@@ -91,7 +94,7 @@ def observe(scheme: Scheme, other_data: Sequence[int]) -> Observed | None:
     replicas: list[Any] = [None] * comm.size
     if scheme.replica(0) is not None:
         whole = [scheme.replica(u) for u in scheme.units]
-        for u, mine in enumerate(whole):
+        for mine in whole:
             if mine is None:
                 continue
             boxes = [np.empty_like(mine) for _ in range(comm.size)] if comm.rank == 0 else None
@@ -248,7 +251,10 @@ class _Finder:
                 ]
                 if _all_of(observed, expected, self._updated(u, np.concatenate(moved), self._scale())):
                     side = "right" if shift > 0 else "left"
-                    yield "wrong block", f"updating with the gradient of the {side} neighbour's block gives them"
+                    yield (
+                        "wrong block",
+                        f"an update with the {side} neighbour's block of the gradient gives them",
+                    )
         yield from self._moved(observed, expected, "parameters")
 
     def _causes_of_replica(
@@ -266,23 +272,17 @@ class _Finder:
 
     def _orders(self) -> Iterator[tuple[str, Callable[[int, int], Any]]]:
         yield from ORDERS.items()
-        for turn in range(2, self.size + 1):
-            # The ring, each block started `turn` ranks late.
-            yield (
-                f"a ring rotated by {turn - 1}",
-                lambda b, size, turn=turn: in_turn([(b + turn + i) % size for i in range(size)]),
-            )
+        for late in range(1, self.size):
+            yield f"a ring rotated by {late}", partial(_rotated, late)
 
-    def _other_wire(
-        self, u: int, observed: np.ndarray, expected: np.ndarray
-    ) -> Iterator[tuple[str, str]]:
+    def _other_wire(self, u: int, observed: np.ndarray, expected: np.ndarray) -> Iterator[tuple[str, str]]:
         for name in ("float16", "bfloat16"):
             try:
                 wire = dtype_of(name)
             except ValueError:
                 # bfloat16 is an extra.
                 continue
-            sent = self.reference.mean_if(u, sent_as=lambda x, wire=wire: x.astype(wire).astype(x.dtype))
+            sent = self.reference.mean_if(u, sent_as=partial(_through, wire))
             if _all_of(observed, expected, sent):
                 share = _differing(observed, expected).size / observed.size
                 yield (
@@ -312,7 +312,7 @@ class _Finder:
         return int(np.searchsorted(edges, first, side="right"))
 
     def _other_sum(self, u: int, observed: np.ndarray, expected: np.ndarray) -> Iterator[tuple[str, str]]:
-        """Fit the block that parts by the local gradients: their weights say what was summed, and how often."""
+        """Fit the block that parts by the local gradients: their weights say what was summed."""
         turns = self.reference.locals
         named = [(k, rank) for k in range(len(turns)) for rank in range(self.size)]
         b = self._block_of_first(observed, expected)
@@ -355,7 +355,7 @@ class _Finder:
             if _same(self._blocks(observed)[rank], blocks[rank]):
                 yield (
                     "divisor or scale",
-                    f"rank {rank} scaled its update for a norm of {other:.6g}, where all together have {norm:.6g}",
+                    f"rank {rank} scaled its update for a norm of {other:.6g}; all together have {norm:.6g}",
                 )
         for name, factor in (("N", self.size), ("K", len(self.reference.locals))):
             for text, value in ((name, float(factor)), (f"1/{name}", 1.0 / factor)):
@@ -369,13 +369,24 @@ class _Finder:
         return self.reference._split(theta)[u]
 
 
+def _rotated(late: int, b: int, size: int) -> Any:
+    """Return the order of a ring that starts each block `late` ranks late."""
+    return in_turn([(b + 1 + late + i) % size for i in range(size)])
+
+
+def _through(wire: np.dtype, partial_sum: np.ndarray) -> np.ndarray:
+    return partial_sum.astype(wire).astype(partial_sum.dtype)
+
+
 def _explained(
     weights: np.ndarray, named: Sequence[tuple[int, int]], several: bool
 ) -> Iterator[tuple[str, str]]:
-    """Say what weights of 1, but for some, mean: a sum without a term, with a term twice, or all times a factor."""
+    """Say what weights that are not all 1 mean: a term missing, a term twice, or all times a factor."""
 
     def names(chosen: np.ndarray) -> str:
-        words = [f"rank {rank}" + (f", micro-batch {k}" if several else "") for k, rank in np.array(named)[chosen]]
+        words = [
+            f"rank {rank}" + (f", micro-batch {k}" if several else "") for k, rank in np.array(named)[chosen]
+        ]
         return "; ".join(words)
 
     zero = np.abs(weights) < 0.02
@@ -412,7 +423,7 @@ def _all_of(observed: np.ndarray, expected: np.ndarray, other: np.ndarray) -> bo
 
 
 def ulp_distance(a: np.ndarray, b: np.ndarray, dtype: str) -> int:
-    """Return how many values of `dtype` one has to step over from `a` to `b`, shape (1,); 0 if they are equal."""
+    """Return how many steps from value to value of `dtype` lead from `a` to `b`, shape (1,)."""
     kind = dtype_of(dtype)
     word = np.dtype(f"i{kind.itemsize}")
     ordered = []

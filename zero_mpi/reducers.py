@@ -68,6 +68,10 @@ class Ring(Reducer):
     held_to = "ring"
     order = "b+1, b+2, ..., b"
 
+    def all_reduce(self, u: int, x: np.ndarray, finish: Callable[[np.ndarray], None]) -> None:
+        self.comm.unit = u
+        ring.all_reduce(self.comm, x, finish, self._empty)
+
     def _sum(self, x: np.ndarray) -> np.ndarray:
         return ring.reduce_scatter(self.comm, x, self._empty)
 
@@ -152,8 +156,7 @@ def reversed_ring(comm: Communicator, x: np.ndarray, empty: Empty = np.empty) ->
 
     Collective. Sends n - blocks.size(rank) elements in N - 1 messages.
     """
-    ring.check(comm, x)
-    partial = [x[part] for part in Blocks(x.size, comm.size).slices()]
+    partial = ring.blocks_of(comm, x)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     buffer = empty(partial[0].size, x.dtype)
     with comm.collective("reduce-scatter"):
@@ -174,8 +177,7 @@ def rank_order(comm: Communicator, x: np.ndarray, empty: Empty = np.empty) -> np
 
     Collective. Sends n - blocks.size(rank) elements in N - 1 messages, and holds N blocks at once.
     """
-    ring.check(comm, x)
-    parts = [x[part] for part in Blocks(x.size, comm.size).slices()]
+    parts = ring.blocks_of(comm, x)
     mine = parts[comm.rank]
     came = empty(comm.size * mine.size, x.dtype).reshape(comm.size, mine.size)
     came[comm.rank] = mine
@@ -198,7 +200,7 @@ def recursive_halving(comm: Communicator, x: np.ndarray, empty: Empty = np.empty
     Collective. Sends n (1 - 1/N) elements in log2 N messages where N is a power of two (Thakur, Rabenseifner
     and Gropp 2005); `formulas.halving_sent` has the others.
     """
-    ring.check(comm, x)
+    ring.blocks_of(comm, x)
     blocks, rank = Blocks(x.size, comm.size), comm.rank
     remaining = 2 ** (comm.size.bit_length() - 1)
     folded = comm.size - remaining
@@ -245,7 +247,7 @@ def naive(comm: Communicator, x: np.ndarray, empty: Empty = np.empty) -> np.ndar
 
     Collective. Sends (N - 1) n elements in N - 1 messages.
     """
-    ring.check(comm, x)
+    ring.blocks_of(comm, x)
     mine = Blocks(x.size, comm.size).of(comm.rank)
     whole = empty(x.size, x.dtype)
     own = empty(x[mine].size, x.dtype)

@@ -16,6 +16,8 @@ nothing else, which is why schemes that share it learn the same bits.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 
@@ -46,24 +48,13 @@ def reduce_scatter(
     Collective. Sends n - blocks.size(rank) elements in N - 1 messages.
     Half of ring all-reduce: Patarasuk & Yuan 2009; ZeRO paper, sec. 7.1.
     """
-    check(comm, x)
-    blocks = Blocks(x.size, comm.size)
-    partial = [x[part] for part in blocks.slices()]
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    buffer = empty(blocks.largest, x.dtype)
-    own = buffer[: partial[comm.rank].size]
+    parts = blocks_of(comm, x)
+    buffer = empty(parts[0].size, x.dtype)
+    own = buffer[: parts[comm.rank].size]
     if comm.size == 1:
         own[...] = x
-        return own
-    with comm.collective("reduce-scatter"):
-        # Before step s, block rank-s-1 of x holds the sum over ranks rank-s, ..., rank.
-        for step in range(comm.size - 1):
-            out = (comm.rank - step - 1) % comm.size
-            into = (out - 1) % comm.size
-            received = buffer[: partial[into].size]
-            comm.sendrecv(partial[out], right, received, left)
-            last = step == comm.size - 2
-            np.add(received, partial[into], out=own if last else partial[into])
+    else:
+        _pass_and_add(comm, parts, buffer, own)
     return own
 
 
@@ -83,15 +74,7 @@ def all_gather(comm: Communicator, x: np.ndarray) -> None:
     -----
     Collective. Sends n - blocks.size(rank + 1) elements in N - 1 messages; allocates nothing.
     """
-    check(comm, x)
-    parts = [x[part] for part in Blocks(x.size, comm.size).slices()]
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    with comm.collective("all-gather"):
-        # Before step s, blocks rank-s, ..., rank are in place.
-        for step in range(comm.size - 1):
-            out = (comm.rank - step) % comm.size
-            into = (out - 1) % comm.size
-            comm.sendrecv(parts[out], right, parts[into], left)
+    _pass_on(comm, blocks_of(comm, x))
 
 
 def all_reduce(
@@ -112,15 +95,60 @@ def all_reduce(
     -----
     Collective. Sends 2n - blocks.size(rank) - blocks.size(rank + 1) elements in 2(N - 1) messages.
     """
-    own = reduce_scatter(comm, x, empty)
+    parts = blocks_of(comm, x)
+    own = parts[comm.rank]
+    if comm.size > 1:
+        _pass_and_add(comm, parts, empty(parts[0].size, x.dtype), own)
     if finish is not None:
         finish(own)
-    x[Blocks(x.size, comm.size).of(comm.rank)] = own
-    all_gather(comm, x)
+    _pass_on(comm, parts)
 
 
-def check(comm: Communicator, x: np.ndarray) -> None:
-    """Refuse an `x` that no collective can work in: not one-dimensional, contiguous and writable."""
+def _pass_and_add(comm: Communicator, parts: list[np.ndarray], buffer: np.ndarray, own: np.ndarray) -> None:
+    """Run the loop of reduce-scatter over the blocks of x; write the sum of block `rank` to `own`.
+
+    Parameters
+    ----------
+    buffer : shape (largest block,). Receives. `own` may be its beginning, or the block in `parts` itself.
+    """
+    rank, size = comm.rank, comm.size
+    right, left, out = (rank + 1) % size, (rank - 1) % size, (rank - 1) % size
+    with comm.collective("reduce-scatter", sent_stays=True):
+        for _ in range(size - 1):
+            # In step s (from 0) `out` is block rank-s-1, and holds the sum over ranks rank-s, ..., rank.
+            into = (out - 1) % size
+            received = buffer[: parts[into].size]
+            comm.sendrecv(parts[out], right, received, left)
+            np.add(received, parts[into], out=own if into == rank else parts[into])
+            out = into
+
+
+def _pass_on(comm: Communicator, parts: list[np.ndarray]) -> None:
+    """Run the loop of all-gather over the blocks of x."""
+    rank, size = comm.rank, comm.size
+    right, left, out = (rank + 1) % size, (rank - 1) % size, rank
+    with comm.collective("all-gather", sent_stays=True):
+        for _ in range(size - 1):
+            # In step s (from 0) `out` is block rank-s, and blocks rank-s, ..., rank are in place.
+            into = (out - 1) % size
+            comm.sendrecv(parts[out], right, parts[into], left)
+            out = into
+
+
+def blocks_of(comm: Communicator, x: np.ndarray) -> list[np.ndarray]:
+    """Return the blocks of `x`, one a rank, as views; refuse an `x` that a ring cannot work in."""
+    if x.ndim != 1 or not x.flags.c_contiguous or not x.flags.writeable:
+        _refuse(comm, x)
+    return [x[part] for part in _slices(x.size, comm.size)]
+
+
+@lru_cache(maxsize=256)
+def _slices(numel: int, size: int) -> list[slice]:
+    # A model has few sizes of units, and a ring over a short one takes little longer than cutting it.
+    return Blocks(numel, size).slices()
+
+
+def _refuse(comm: Communicator, x: np.ndarray) -> NoReturn:
     if x.ndim != 1 or not x.flags.c_contiguous:
         order = (
             "Fortran-ordered"
@@ -133,5 +161,4 @@ def check(comm: Communicator, x: np.ndarray) -> None:
             f"x: expected a contiguous array of shape (n,), got a {order} one of shape {x.shape} "
             f"(rank {comm.rank})"
         )
-    if not x.flags.writeable:
-        raise ValueError(f"x: expected a writable array, got a read-only one (rank {comm.rank})")
+    raise ValueError(f"x: expected a writable array, got a read-only one (rank {comm.rank})")

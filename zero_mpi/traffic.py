@@ -3,6 +3,7 @@
 Not for: counting; that happens where a message is handed over (comm.py).
 """
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 
@@ -27,17 +28,25 @@ class Count(NamedTuple):
 
 
 class Traffic:
-    """What one rank has sent and received, by label."""
+    """What one rank has sent and received, by label.
+
+    Attributes
+    ----------
+    calls : how often each of the MPI library's own collectives was called. What a library sends inside one
+        is its own affair: no bytes are counted for it, and `total` knows nothing of it.
+    """
 
     def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
         # Plain lists in the order of Count's fields: they are added to at every message.
         self._counts: dict[Label, list[int]] = {}
-        # Calls of the MPI library's own collectives, by name: what they send is the library's business.
-        self.calls: dict[str, int] = {}
 
-    def count(self, label: Label) -> list[int]:
-        """Return the five numbers under `label`, to be added to in place."""
-        return self._counts.setdefault(label, [0] * len(Count._fields))
+    def count(self, *label: Any) -> list[int]:
+        """Return the five numbers under the label with these fields, to be added to in place."""
+        count = self._counts.get(label)  # type: ignore[call-overload]
+        if count is None:
+            count = self._counts[Label(*label)] = [0] * len(Count._fields)
+        return count
 
     def total(self, **where: Any) -> Count:
         """Return the sum over all labels whose fields have the values given.

@@ -18,6 +18,9 @@ LAUNCHERS = {
     "Slurm (SLURM_STEP_NUM_TASKS)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 }
 
+# So long a rank asks for its message, yielding its core, before it sleeps: to wake up takes Linux some 60 us.
+PATIENCE_S = 200e-6
+
 
 class Transport(Protocol):
     """What a communicator needs of the world below it: MPI, or threads in tests."""
@@ -29,6 +32,12 @@ class Transport(Protocol):
         self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
     ) -> tuple[int, int]:
         """Send bytes to `dest` while receiving from `source`; return tag and length of what came."""
+
+    def defer_sends(self) -> None:
+        """Let `exchange` return before its own message is out. Only called if `defers_sends` is true."""
+
+    def complete_sends(self) -> None:
+        """Wait for the messages that are still on the way. Only called if `defers_sends` is true."""
 
     def wait_for(self, source: int) -> None:
         """Return when a message from `source` can be received; leave the core to others until then."""
@@ -107,14 +116,19 @@ class MPITransport:
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self._status = self._MPI.Status()
+        self.defers_sends = self._crowded
+        self._deferred: list | None = None
 
     def exchange(
         self, send: np.ndarray, dest: int | None, tag: int, receive: np.ndarray, source: int | None
     ) -> tuple[int, int]:
+        # A short message takes as long as ten lines of Python: few calls here, and constants at hand.
         MPI, status = self._MPI, self._status
         to = MPI.PROC_NULL if dest is None else dest
         of = MPI.PROC_NULL if source is None else source
-        outgoing, incoming = [_plain(send), MPI.BYTE], [_plain(receive), MPI.BYTE]
+        if send.dtype.kind == "V" or receive.dtype.kind == "V":
+            send, receive = _plain(send), _plain(receive)
+        outgoing, incoming = [send, MPI.BYTE], [receive, MPI.BYTE]
         try:
             if self._crowded:
                 self._exchange_patiently(outgoing, to, tag, incoming, of)
@@ -128,7 +142,7 @@ class MPITransport:
         return status.Get_tag(), status.Get_count(MPI.BYTE)
 
     def _exchange_patiently(self, outgoing: list, to: int, tag: int, incoming: list, of: int) -> None:
-        """Exchange without keeping the core busy: ranks that outnumber cores starve each other.
+        """Exchange without keeping the core busy for long: ranks that outnumber cores starve each other.
 
         A blocking wait spins inside MPI, and some launchers put each rank into a scheduling group of its own,
         where even yielding does not help: 32 ranks on 2 cores then compute 15 times slower.
@@ -136,10 +150,41 @@ class MPITransport:
         receiving = self._comm.Irecv(incoming, of, self._MPI.ANY_TAG)
         sending = self._comm.Isend(outgoing, to, tag)
         try:
-            _sleep_until(lambda: receiving.Test(self._status))
+            _wait_patiently(receiving.Test, self._status)
         finally:
             # A message that was too long is an error of the receiver: its own must still go out.
-            _sleep_until(sending.Test)
+            if self._deferred is None:
+                _wait_patiently(sending.Test)
+            else:
+                self._deferred.append(sending)
+
+    def defer_sends(self) -> None:
+        """Let `exchange` return when its message has come, though its own may still be on the way.
+
+        Worth it where ranks outnumber cores: that a long message is out needs another turn of its receiver.
+        """
+        self._deferred = []
+
+    def complete_sends(self) -> None:
+        """Wait for all messages that are still on the way, and again for each from now on."""
+        deferred, self._deferred = self._deferred or [], None
+        for sending in deferred:
+            _wait_patiently(sending.Test)
+
+    def library_call(self, name: str, x: np.ndarray, own: np.ndarray, sizes: list[int]) -> Callable[[], None]:
+        """Return what `Communicator.library_call` does; `sizes` are the elements of each rank's block."""
+        MPI, comm = self._MPI, self._comm
+        # Types are named here, once: mpi4py takes as long to find one as a short collective does.
+        if name == "all-gather":
+            by_size = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            blocks = [_plain(x), sizes, starts, by_size[x.itemsize]]
+            return lambda: comm.Allgatherv(MPI.IN_PLACE, blocks)
+        of_dtype = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}[x.dtype.name]
+        whole, part = [x, of_dtype], [own, of_dtype]
+        if name == "reduce-scatter":
+            return lambda: comm.Reduce_scatter(whole, part, sizes, MPI.SUM)
+        return lambda: comm.Allreduce(MPI.IN_PLACE, whole, MPI.SUM)
 
     def wait_for(self, source: int) -> None:
         while not self._comm.Iprobe(source, self._MPI.ANY_TAG):
@@ -182,9 +227,17 @@ def _more_ranks_than_cores(host: Any) -> bool:
     return bool(crowded)
 
 
-def _sleep_until(done: Callable[[], bool]) -> None:
+def _wait_patiently(test: Callable[..., bool], *status: Any) -> None:
+    """Return when ``test(*status)`` is true: yield the core again and again for PATIENCE_S, then sleep."""
+    if test(*status):
+        return
+    yield_until = time.perf_counter() + PATIENCE_S
+    while time.perf_counter() < yield_until:
+        os.sched_yield()
+        if test(*status):
+            return
     pause_s = 1e-6
-    while not done():
+    while not test(*status):
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, 1e-3)
 
