@@ -40,6 +40,14 @@ def _order_name(tag: int) -> str:
     return name if name == "control" else f"{name} of unit {unit}"
 
 
+# What a rank sends to all others when it finds that the ranks are not at the same collective.
+_OUT_OF_STEP = 32767
+
+
+class OutOfStep(RuntimeError):
+    """Ranks are not at the same collective, or not with the same blocks; every rank raises it."""
+
+
 class SharedMistake(ValueError):
     """A mistake that all ranks know of and raise alike; any other error may be one rank's alone."""
 
@@ -177,7 +185,7 @@ class Communicator:
                 f"rank {source} at {theirs}"
             )
         length = "more" if came > expected else f"{came} B"
-        raise RuntimeError(
+        raise OutOfStep(
             f"blocks differ between ranks in {mine}: rank {self.rank} expected {expected} B "
             f"from rank {source}, got {length}"
         )

@@ -40,7 +40,7 @@ class Parting(NamedTuple):
     phase : "gradient", "parameters" or "replica" (a copy of others' parameters that a rank holds whole).
     unit, tensor, place : where; the place is the index in the tensor. rank : its owner, or who holds the
         replica.
-    observed, expected : the two values. ulp : how many steps from value to value lead from
+    observed, expected : the two values, and their bits in `dtype`, hexadecimal. ulp : how many steps from value to value lead from
         one to the other.
     differing, numel : how many elements of the unit differ, and how many it has.
     cause, why : the class, one of `CLASSES`, and the evidence in words.
@@ -55,6 +55,8 @@ class Parting(NamedTuple):
     dtype: str
     observed: float
     expected: float
+    observed_bits: str
+    expected_bits: str
     ulp: int
     differing: int
     numel: int
@@ -184,6 +186,8 @@ class _Finder:
             dtype,
             float(observed[first]),
             float(expected[first]),
+            _bits(observed[first : first + 1], dtype),
+            _bits(expected[first : first + 1], dtype),
             ulp_distance(observed[first : first + 1], expected[first : first + 1], dtype),
             apart.size,
             observed.size,
@@ -298,8 +302,10 @@ class _Finder:
         if len(np.unique(mine)) < 3:
             return
         for shift in (-1, 1):
-            first, last = max(low + shift, 0), min(high + shift, expected.size)
-            if _same(mine[first - low - shift : last - low - shift], expected[first:last]):
+            # Within the block: what comes from across its edge was summed in another order.
+            inner = slice(max(0, -shift), mine.size - max(0, shift))
+            moved = slice(low + max(0, shift), high - max(0, -shift))
+            if _same(mine[inner], expected[moved]):
                 yield "wrong block", f"block {b} of the {what} equals that moved by {shift:+d} element"
             other = self._blocks(expected)[(b + shift) % self.size]
             common = min(other.size, mine.size)
@@ -420,6 +426,12 @@ def _all_of(observed: np.ndarray, expected: np.ndarray, other: np.ndarray) -> bo
     """Return whether each element that is not the expected one is the other one, which explains them all."""
     apart = _differing(observed, expected)
     return not _differing(observed[apart], np.ascontiguousarray(other[apart])).size
+
+
+def _bits(x: np.ndarray, dtype: str) -> str:
+    """Return the bits of one float32 number, shape (1,), as `dtype` stores it."""
+    stored = x.astype(dtype_of(dtype))
+    return f"0x{int(stored.view(np.dtype(f'u{stored.itemsize}'))[0]):0{2 * stored.itemsize}x}"
 
 
 def ulp_distance(a: np.ndarray, b: np.ndarray, dtype: str) -> int:

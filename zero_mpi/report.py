@@ -134,6 +134,9 @@ def learning(result: dict[str, Any]) -> list[str]:
         if row["skipped_steps"]:
             text = f"{len(row['skipped_steps'])} of {steps} steps skipped; loss scale at the end "
             lines += [*_wrapped("  ", f"{text}{row['final_loss_scale']:g}"), ""]
+    for row in schemes:
+        if row["parting"] is not None:
+            lines += [*parting(row["name"], row["parting"]), ""]
     compared = [row for row in schemes if row["max_abs_difference"] is not None]
     order = evidence["order"]
     if order and len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
@@ -149,6 +152,27 @@ def learning(result: dict[str, Any]) -> list[str]:
             f"{evidence['reducer']} adds in the order {order}" if order else "the library's order is its own"
         )
         lines += [*_wrapped("  ", APART_FROM_RING.format(apart=_difference(apart), why=why)), ""]
+    return lines
+
+
+def parting(name: str, found: dict[str, Any]) -> list[str]:
+    """Return where a scheme first leaves the reference, and why."""
+    what = {"gradient": "gradient", "parameters": "parameters", "replica": "copy of others' parameters"}
+    holder = "held by" if found["phase"] == "replica" else "owned by"
+    place = ", ".join(map(str, found["place"]))
+    said = {
+        "where": f"step {found['step']}, {what[found['phase']]}, unit {found['unit']}, "
+        f"{found['tensor']}[{place}], {holder} rank {found['rank']}",
+        "observed": f"{found['observed']:.9g} ({found['observed_bits']})",
+        "expected": f"{found['expected']:.9g} ({found['expected_bits']})",
+        "apart": f"{found['ulp']} ULP of {found['dtype']}; {found['differing']} of {found['numel']} elements "
+        "of the unit differ",
+        "class": found["cause"],
+        "evidence": found["why"],
+    }
+    lines = [f"  {name} first parts from the reference:"]
+    for key, text in said.items():
+        lines += _wrapped(f"    {key:<9} ", text)
     return lines
 
 

@@ -6,17 +6,19 @@ Not for: arguments (cli.py), printing (report.py) or judging a single rank (chec
 import itertools
 import math
 import resource
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from . import checks, formulas
+from . import checks, formulas, parting
+from .certificate import Chain
 from .checks import Verdict
 from .comm import Communicator, SharedMistake
 from .data import Data, MicroBatches
 from .engine import NotFinite
+from .injection import Fault
 from .memory import Audit
 from .model import Model
 from .optim import Optimizer
@@ -40,6 +42,8 @@ class Settings:
 
     steps : at most so many; None for as many as the data has.
     check : compare schemes with each other. reference : replay the run on rank 0 alone, too.
+    certificate_every : take digests at the start, every so many steps, and at the end; None for never.
+    fault : a known mistake to make. faulty : the keys of the schemes that make it.
     """
 
     model: Model
@@ -53,11 +57,15 @@ class Settings:
     check: bool = True
     reference: bool = True
     audit_memory: bool = False
+    certificate_every: int | None = None
+    fault: Fault | None = None
+    faulty: tuple[str, ...] = ()
 
     def build(self, S: type[Scheme], comm: Communicator, reducer: type[Reducer] | None = None) -> Scheme:
         """Return a scheme with these settings, or with another reducer. Collective."""
-        return S(
-            self.model,
+        fault = self.fault if self.fault is not None and S.key in self.faulty else None
+        scheme = S(
+            fault.model(self.model, comm.rank) if fault and fault.model else self.model,
             comm,
             precision=self.precision,
             optimizer=self.optimizer,
@@ -65,6 +73,16 @@ class Settings:
             init_seed=self.init_seed,
             reducer=reducer or self.reducer,
         )
+        if fault and fault.scheme:
+            fault.scheme(scheme)
+        return scheme
+
+    def global_batches(self, comm: Communicator) -> Iterator[Sequence[MicroBatches]]:
+        """Yield the global batches to train on; they may differ between ranks only where a fault makes them."""
+        data = self.data
+        if self.fault is not None and self.fault.data is not None:
+            data = self.fault.data(data, comm.rank)
+        return itertools.islice(data.global_batches(comm.size), self.steps)
 
 
 def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]]) -> dict[str, Any]:
@@ -85,7 +103,7 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     lockstep = _Lockstep(comm, settings, trained, hosts)
     # Weights that overflow are judged below, once and for all ranks, not warned of by each.
     with np.errstate(over="ignore", invalid="ignore"):
-        for batches in itertools.islice(settings.data.global_batches(comm.size), settings.steps):
+        for batches in settings.global_batches(comm):
             lockstep.step(batches)
     for scheme in trained:
         finite = comm.allgather_scalar(checks.owns_finite(scheme), np.uint8)
@@ -101,6 +119,9 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     verdicts.append(_fault_verdict("memory", "bytes held", memory))
     verdicts.append(_traffic_verdict(settings, traffic))
     result: dict[str, Any] = {"learning": learning, "memory": memory, "traffic": traffic}
+    if lockstep.chains:
+        lockstep.certify(last=True)
+        result["certificate"] = dict(lockstep.chains)
     result["process"] = comm.allgather_object(process.finding(lockstep.schemes))
     if settings.audit_memory:
         del lockstep, trained
@@ -193,6 +214,13 @@ class _Lockstep:
         self.memory_faults: dict[str, str] = {}
         self.traffic_faults: dict[str, str] = {}
         self.steps = 0
+        # The first parting of each scheme that has one, on rank 0; None if the reference cannot tell.
+        self.found: dict[str, parting.Parting | None] = {}
+        self.chains: dict[str, Chain] = {}
+        self._last: MicroBatches = ()
+        if settings.certificate_every is not None:
+            self.chains = {s.key: Chain(s.model.units) for s in trained}
+            self.certify()
         # What each is compared with: the first of its family.
         self.partners: dict[str, Scheme] = {}
         self.ring: Scheme | None = None
@@ -262,6 +290,52 @@ class _Lockstep:
             self.from_ring = max(self.from_ring, apart)
         for key in self.references:
             self._replay(key, batches)
+        if self.partners:
+            self._look_closer(batches)
+        self._last = mine
+        if self.settings.certificate_every and self.steps % self.settings.certificate_every == 0:
+            self.certify()
+
+    def _look_closer(self, batches: Sequence[MicroBatches]) -> None:
+        """Find out where and why schemes that have just parted did. Collective."""
+        trouble = [
+            self.steps in self.partings[s.key]
+            or self.steps in self.replica_steps[s.key]
+            or self.steps in self.reference_partings.get(s.key, {})
+            for s in self.trained
+        ]
+        anywhere = self.comm.allgather_array(np.array(trouble, np.uint8)).max(axis=0)
+        for scheme, parted in zip(self.trained, anywhere.tolist(), strict=True):
+            family = self.partners[scheme.key].key
+            if not parted or scheme.key in self.found or family not in self.references:
+                continue
+            used = self.comm.allgather_scalar(checks.rows_digest(batches[self.comm.rank]), np.uint64)
+            # Rank 0 draws every rank's batch.
+            due = [checks.rows_digest(batches[rank]) for rank in range(self.comm.size)]
+            others = [rank for rank in range(self.comm.size) if int(used[rank]) != due[rank]]
+            seen = parting.observe(scheme, others)
+            self.found[scheme.key] = None
+            with self.comm.root_works():
+                reference = self.references[family]
+                if seen is not None and reference is not None:
+                    self.found[scheme.key] = parting.find(self.steps, seen, reference)
+
+    def certify(self, last: bool = False) -> None:
+        """Append a link of this step to each chain, unless it is the last and there. Collective."""
+        if last and all(chain.links[-1].step == self.steps for chain in self.chains.values()):
+            return
+        begun = self.steps > 0
+        rows = checks.data_digest(self.comm, self._last) if begun else None
+        for scheme in self.trained:
+            chain = self.chains[scheme.key]
+            grads, params = checks.unit_digests(scheme)
+            chain.append(
+                self.steps,
+                params=params,
+                grads=grads if begun else None,
+                loss=self.losses[scheme.key][-1] if begun else None,
+                data=rows,
+            )
 
     def _replay(self, key: str, batches: Sequence[MicroBatches]) -> None:
         scheme, reference = self.partners[key], self.references[key]
@@ -282,6 +356,7 @@ class _Lockstep:
                 "from_first": self.from_first,
                 "from_ring": self.from_ring,
                 "reference": {key: list(found.items()) for key, found in self.reference_partings.items()},
+                "found": {key: found._asdict() for key, found in self.found.items() if found is not None},
             }
         )
         schemes = {}
@@ -308,6 +383,7 @@ class _Lockstep:
                 "theta_digest": checks.theta_digest(scheme),
                 **summary,
                 "replicas_differ_steps": len(self.replica_steps[key]),
+                "parting": rows[0]["found"].get(key),
             }
         replays = {
             key: _parting_summary(dict(rows[0]["reference"][key]), self.steps, True)
@@ -450,7 +526,7 @@ def _traffic(scheme: Scheme, fault: str, hosts: Sequence[str]) -> dict[str, Any]
 
 def _audit(comm: Communicator, settings: Settings, S: type[Scheme], memory: dict[str, Any]) -> dict[str, Any]:
     """Train one scheme alone for two steps beside Python's allocator, and audit the second. Collective."""
-    batches = list(itertools.islice(settings.data.global_batches(comm.size), 2))
+    batches = list(itertools.islice(settings.global_batches(comm), 2))
     mine = [batch[comm.rank] for batch in batches]
     audit = Audit()
     scheme = settings.build(S, comm)

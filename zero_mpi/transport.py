@@ -42,6 +42,9 @@ class Transport(Protocol):
     def wait_for(self, source: int) -> None:
         """Return when a message from `source` can be received; leave the core to others until then."""
 
+    def warn(self, tag: int) -> None:
+        """Send every other rank an empty message with `tag`, and wait for none of them."""
+
     def split(self, color: int | None, key: int) -> "Transport | None":
         """Return the ranks of the same colour, ordered by key. Collective."""
 
@@ -189,6 +192,11 @@ class MPITransport:
     def wait_for(self, source: int) -> None:
         while not self._comm.Iprobe(source, self._MPI.ANY_TAG):
             time.sleep(1e-3)
+
+    def warn(self, tag: int) -> None:
+        nothing = [bytearray(), self._MPI.BYTE]
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        self._warnings = [self._comm.Isend(nothing, rank, tag) for rank in others]
 
     def split(self, color: int | None, key: int) -> "MPITransport | None":
         comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)

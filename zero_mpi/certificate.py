@@ -1,0 +1,247 @@
+"""Certificate: a chain of digests of a run, step by step and unit by unit; two of them can be compared.
+
+Not for: causes; digests say where two runs part first, and with what settings. `--scheme all` finds the
+element and the cause (parting.py).
+
+For any training loop, on numpy arrays or on numpy views of CPU tensors:
+
+    chain = Chain(units=[p.numel() for p in model.parameters()])
+    chain.append(0, params=[p.detach().numpy() for p in model.parameters()])
+    ...                                     # after each step
+    chain.append(step, grads=[...], params=[...], loss=loss)
+    write("mine.json", {"mine": chain}, settings={"model": "my MLP", "ranks": 1})
+
+Rank by rank, without a gather: each rank takes `digest(block, start, unit)` of what it owns, and the digests
+of a unit are added modulo 2^64 (`add`).
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .digest import digest
+
+SCHEMA = "zero_mpi.certificate/1"
+
+# Settings that two runs have to share, or there is nothing to compare.
+SHARED = ("model", "unit_numels")
+
+
+class Link(NamedTuple):
+    """One step of a chain: digests as 16 hexadecimal digits, one a unit; None where nothing was taken.
+
+    Fields
+    ------
+    grads : of the mean gradient after reduction. params : of the float32 weights after the update.
+    data : of all rows of the step.
+    """
+
+    step: int
+    loss: float | None
+    data: str | None
+    grads: list[str] | None
+    params: list[str]
+
+
+@dataclass
+class Chain:
+    """The links of one run, in the order of steps; step 0 has the initial weights.
+
+    Parameters
+    ----------
+    units : number of elements of each unit.
+    """
+
+    units: Sequence[int]
+    links: list[Link] = field(default_factory=list)
+
+    def append(
+        self,
+        step: int,
+        *,
+        params: Sequence[np.ndarray | int],
+        grads: Sequence[np.ndarray | int] | None = None,
+        loss: float | None = None,
+        data: int | None = None,
+    ) -> None:
+        """Append the link of `step`.
+
+        Parameters
+        ----------
+        params, grads : for each unit its whole array, any shape, or the sum of its blocks' digests.
+
+        Raises
+        ------
+        ValueError : steps that do not rise, or another number of units or of elements.
+        """
+        if self.links and step <= self.links[-1].step:
+            raise ValueError(f"step: expected more than {self.links[-1].step}, got {step}")
+        self.links.append(
+            Link(
+                step,
+                loss,
+                None if data is None else _hex(data),
+                None if grads is None else self._digests("grads", grads),
+                self._digests("params", params),
+            )
+        )
+
+    def _digests(self, name: str, units: Sequence[np.ndarray | int]) -> list[str]:
+        if len(units) != len(self.units):
+            raise ValueError(f"{name}: expected {len(self.units)} units, got {len(units)}")
+        texts = []
+        for u, (unit, numel) in enumerate(zip(units, self.units, strict=True)):
+            if isinstance(unit, np.ndarray):
+                if unit.size != numel:
+                    raise ValueError(f"{name} of unit {u}: expected {numel} elements, got {unit.size}")
+                unit = digest(np.ascontiguousarray(unit).reshape(-1), 0, u)
+            texts.append(_hex(unit))
+        return texts
+
+
+def write(path: str | os.PathLike, chains: Mapping[str, Chain], settings: Mapping[str, Any]) -> None:
+    """Write the chains of one run, by name, with its settings, to a JSON file."""
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(document(chains, settings), file, indent=1)
+        file.write("\n")
+
+
+def document(chains: Mapping[str, Chain], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `write` writes."""
+    return {
+        "schema": SCHEMA,
+        "settings": {**settings, "unit_numels": list(next(iter(chains.values())).units)},
+        "chains": {name: [link._asdict() for link in chain.links] for name, chain in chains.items()},
+    }
+
+
+def read(path: str | os.PathLike) -> dict[str, Any]:
+    """Return the certificate in a file.
+
+    Raises
+    ------
+    ValueError : the file cannot be read or is no certificate; one line that names it.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, encoding="utf-8") as file:
+            found = json.load(file)
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(f"{name}: expected a certificate, got a file that is damaged or no JSON") from None
+    try:
+        if found["schema"] != SCHEMA:
+            raise ValueError(f"{name}: expected a certificate, {SCHEMA}, got {found['schema']}")
+        found["chains"] = {key: [Link(**link) for link in links] for key, links in found["chains"].items()}
+        complete = found["chains"] and all(
+            len(link.params) == len(found["settings"]["unit_numels"])
+            for links in found["chains"].values()
+            for link in links
+        )
+    except (KeyError, TypeError, AttributeError):
+        complete = False
+    if not complete:
+        raise ValueError(f"{name}: expected a certificate, got JSON that is none")
+    return dict(found)
+
+
+class Comparison(NamedTuple):
+    """What two chains have in common.
+
+    Fields
+    ------
+    first, second : their names. same_steps, steps : how many links are the same, of how many compared.
+    step, phase, unit : where they part first; phase is "initial weights", "data", "gradient" or "parameters".
+    cause : "different initial weights", "different data", or "unknown": digests show no element. "" if all is
+        the same.
+    not_compared : what could not be, in words.
+    """
+
+    first: str
+    second: str
+    same_steps: int
+    steps: int
+    step: int | None
+    phase: str
+    unit: int | None
+    cause: str
+    not_compared: list[str]
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
+    """Compare two certificates, as `read` returns them: chains of the same name, or else the first of each.
+
+    Raises
+    ------
+    ValueError : they have nothing to compare: another model, or other steps.
+    """
+    for name in SHARED:
+        one, other = a["settings"].get(name), b["settings"].get(name)
+        if one != other:
+            raise ValueError(f"{name}: expected the same in both certificates, got {one} and {other}")
+    common = [name for name in a["chains"] if name in b["chains"]]
+    pairs = [(name, name) for name in common] or [(next(iter(a["chains"])), next(iter(b["chains"])))]
+    return [_compared(one, a, other, b) for one, other in pairs]
+
+
+def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return (name, one, other) of the settings that two certificates do not share."""
+    names = [*a["settings"], *(name for name in b["settings"] if name not in a["settings"])]
+    both = [(name, a["settings"].get(name), b["settings"].get(name)) for name in names]
+    return [(name, one, other) for name, one, other in both if one != other]
+
+
+def _compared(one: str, a: Mapping[str, Any], other: str, b: Mapping[str, Any]) -> Comparison:
+    first, second = a["chains"][one], b["chains"][other]
+    ends = [links[-1].step if links else 0 for links in (first, second)]
+    if ends[0] != ends[1]:
+        raise ValueError(f"steps: expected the same in both certificates, got {ends[0]} and {ends[1]}")
+    theirs = {link.step: link for link in second}
+    pairs = [(link, theirs[link.step]) for link in first if link.step in theirs]
+    not_compared = []
+    alone = len(first) + len(second) - 2 * len(pairs)
+    if alone:
+        not_compared.append(f"{alone} steps that only one of them has")
+    stored = [certificate["settings"].get("grads_dtype") for certificate in (a, b)]
+    if stored[0] != stored[1]:
+        not_compared.append(f"gradients, stored as {stored[0]} and {stored[1]}")
+    without = [link for pair in pairs for link in pair if link.step > 0 and link.grads is None]
+    if without:
+        not_compared.append(f"gradients of {len(without)} steps that one of them has not taken")
+    if not pairs:
+        raise ValueError("steps: expected some that both certificates have, got none")
+    parted = [(x, y, found) for x, y in pairs if (found := _parts(x, y, stored[0] == stored[1]))]
+    same = len(pairs) - len(parted)
+    if not parted:
+        return Comparison(one, other, same, len(pairs), None, "", None, "", not_compared)
+    link, _, (phase, unit) = parted[0]
+    cause = {"initial weights": "different initial weights", "data": "different data"}.get(phase, "unknown")
+    return Comparison(one, other, same, len(pairs), link.step, phase, unit, cause, not_compared)
+
+
+def _parts(x: Link, y: Link, compare_grads: bool) -> tuple[str, int | None] | None:
+    """Return the phase and the unit in which two links of a step part first; None if they do not."""
+    if x.data is not None and y.data is not None and x.data != y.data:
+        return "data", None
+    if compare_grads and x.grads is not None and y.grads is not None:
+        for u, (mine, theirs) in enumerate(zip(x.grads, y.grads, strict=True)):
+            if mine != theirs:
+                return "gradient", u
+    for u, (mine, theirs) in enumerate(zip(x.params, y.params, strict=True)):
+        if mine != theirs:
+            return ("parameters" if x.step else "initial weights"), u
+    return None
+
+
+def add(digests: Iterable[int]) -> int:
+    """Return the digest of a whole, from those of its blocks."""
+    return sum(digests) % 2**64
+
+
+def _hex(value: int) -> str:
+    return f"{value % 2**64:016x}"

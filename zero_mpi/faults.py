@@ -1,0 +1,207 @@
+"""Faults: make every known mistake under every scheme it applies to, and see which check notices.
+
+Not for: the mistakes themselves (injection.py).
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from . import report
+from .comm import Communicator, OutOfStep, SharedMistake
+from .data import SeedStream
+from .engine import NotFinite
+from .injection import FAULTS, Fault
+from .model import MLP
+from .optim import Adam
+from .precision import Precision
+from .run import Settings, run
+from .schemes import DP, SCHEMES, Scheme
+from .training import Training
+
+DIMS = (12, 30, 12)
+STEPS = 4
+
+
+class Outcome(NamedTuple):
+    """What became of one fault under one scheme.
+
+    Fields
+    ------
+    caught : whether the check that must see it did, and its cause was called what it must be.
+    checks : all that failed. step, unit : where the numbers part, if they do. cause, says : as reported.
+    """
+
+    fault: str
+    scheme: str
+    caught: bool
+    checks: list[str]
+    step: int | None
+    unit: int | None
+    cause: str
+    says: str
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    p = report.Parser(
+        prog="python -m zero_mpi faults",
+        usage="mpiexec -n N python -m zero_mpi faults [options]",
+        description="Make known mistakes on purpose, on a small model, under every scheme they apply to,\n"
+        "and print which check saw each and what it took for the cause. At least 2 ranks;\n"
+        "from 3 on all can be seen.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("--only", metavar="NAME,...", help="these faults [all]")
+    p.add_argument("--list", action="store_true", help="say what they are, and make none")
+    p.add_argument("--json", metavar="FILE", help="write all evidence to FILE")
+    return p
+
+
+def chosen(names: str | None) -> list[Fault]:
+    """Return the faults called `names`, a list such as nan,send-twice; all for None.
+
+    Raises
+    ------
+    ValueError : there is none of that name.
+    """
+    if names is None:
+        return list(FAULTS.values())
+    for name in names.split(","):
+        if name not in FAULTS:
+            raise ValueError(f"--only: expected faults out of {', '.join(FAULTS)}, got {name!r}")
+    return [FAULTS[name] for name in names.split(",")]
+
+
+def settings_of(fault: Fault, key: str, **options: Any) -> Settings:
+    """Return a small run that makes `fault` under the scheme with `key`."""
+    needs = dict(fault.needs)
+    audit = needs.pop("audit_memory", False)
+    training = Training(**needs)
+    defaults = {
+        "model": MLP(DIMS),
+        "data": SeedStream(7, 4, DIMS[0], DIMS[-1], training.accumulate),
+        "precision": Precision.named("fp32"),
+        "optimizer": Adam(),
+        "training": training,
+        "steps": STEPS,
+        "audit_memory": audit,
+        "fault": fault,
+        "faulty": (key,),
+    }
+    return Settings(**{**defaults, **options})
+
+
+def make(comm: Communicator, fault: Fault, S: type[Scheme]) -> Outcome:
+    """Make one fault under one scheme, beside data parallel without it. Collective.
+
+    After ranks fell out of step no message between them can be trusted: each fault has ranks of its own.
+    """
+    part = comm.split(0)
+    if part is None:
+        raise ValueError("a rank has no part")
+    schemes = [S] if S is DP else [DP, S]
+    try:
+        result = run(part, settings_of(fault, S.key), schemes)
+    except SharedMistake as error:
+        part.free()
+        cause = "different initial weights" if "initial weights" in str(error) else ""
+        return _judged(fault, S, ["set-up"], None, None, cause, str(error))
+    except NotFinite as error:
+        part.free()
+        return _judged(fault, S, ["non-finite"], *_step_and_unit(str(error)), "non-finite", str(error))
+    except OutOfStep as error:
+        words = comm.allgather_object(str(error))
+        first = next((text for text in words if "different orders" in text), words[0])
+        return _judged(fault, S, ["order"], None, None, "", first)
+    part.free()
+    failed = [verdict for verdict in result["verdicts"] if verdict["holds"] is False]
+    names = [verdict["check"] for verdict in failed]
+    says = next((v["says"] for v in failed if v["check"] == fault.check), "")
+    found = result["learning"]["schemes"][S.key]["parting"]
+    if found is None:
+        return _judged(fault, S, names, _step_and_unit(says)[0], None, "", says)
+    return _judged(fault, S, names, found["step"], found["unit"], found["cause"], found["why"])
+
+
+def _judged(
+    fault: Fault,
+    S: type[Scheme],
+    checks: list[str],
+    step: int | None,
+    unit: int | None,
+    cause: str,
+    says: str,
+) -> Outcome:
+    # The reference stands in for data parallel where the mistake is made there.
+    seen = fault.check in checks or (fault.check == "learning" and "reference" in checks)
+    return Outcome(fault.name, S.name, seen and cause == fault.cause, checks, step, unit, cause, says)
+
+
+def _step_and_unit(words: str) -> tuple[int | None, int | None]:
+    """Return the numbers behind the first "step" and the first "unit" in `words`."""
+    parts = words.replace(":", " ").replace(",", " ").split()
+    found = []
+    for name in ("step", "unit"):
+        at = parts.index(name) + 1 if name in parts else len(parts)
+        found.append(int(parts[at]) if at < len(parts) and parts[at].isdigit() else None)
+    return found[0], found[1]
+
+
+def main(comm: Communicator, argv: Sequence[str]) -> int:
+    """Run the command on every rank; return 0 if every fault was caught and named, 1 if not."""
+    with comm.together():
+        args = parser().parse_args(argv)
+        faults = chosen(args.only)
+        if comm.size < 2 and not args.list:
+            raise ValueError("faults: expected at least 2 ranks, got 1: alone, most mistakes make no difference")
+    comm.agree(only=args.only)
+    if args.list:
+        if comm.rank == 0:
+            print("\n".join(report.table([["fault", "what it does"], *([f.name, f.what] for f in faults)], 2)))
+        return 0
+    with report.json_target(comm, args.json) as target:
+        outcomes = [
+            make(comm, fault, S) for fault in faults for S in SCHEMES if S.key in fault.schemes
+        ]
+        escaped = [o for o in outcomes if not o.caught]
+        code = 1 if escaped else 0
+        if comm.rank == 0:
+            if target is not None:
+                target.write(
+                    {"ranks": comm.size, "faults": [o._asdict() for o in outcomes], "exit_code": code},
+                    "zero_mpi.faults/1",
+                )
+            print("\n".join(lines(outcomes, comm.size)), flush=True)
+    return code
+
+
+def lines(outcomes: Sequence[Outcome], size: int) -> list[str]:
+    """Return the matrix of faults; schemes of the same outcome share a line."""
+    merged: dict[tuple, list[str]] = {}
+    for o in outcomes:
+        row = (o.fault, ", ".join(o.checks) or "nothing", _text(o.step), _text(o.unit), o.cause, o.caught)
+        merged.setdefault(row, []).append(_SHORT[o.scheme])
+    rows = [["fault", "schemes", "seen by", "step", "unit", "class", ""]]
+    for (name, checks, step, unit, cause, caught), schemes in merged.items():
+        mark = "" if caught else "ESCAPED"
+        rows.append([name, _ranges(schemes), checks, step, unit, cause or "-", mark])
+    caught = sum(o.caught for o in outcomes)
+    return [
+        f"Faults made on purpose, {size} ranks; schemes D 1 2 3: data parallel, ZeRO-1, ZeRO-2, ZeRO-3",
+        *report.table(rows, left=7),
+        "",
+        f"  {caught} of {len(outcomes)} caught, and their cause named",
+    ]
+
+
+_SHORT = {S.name: name for S, name in zip(SCHEMES, ("D", "1", "2", "3"), strict=False)}
+
+
+def _ranges(names: Sequence[str]) -> str:
+    return " ".join(names)
+
+
+def _text(value: int | None) -> str:
+    return "-" if value is None else str(value)
