@@ -150,6 +150,10 @@ class Ring:
 
 
 def _check(comm: Communicator, x: np.ndarray) -> None:
+    if not isinstance(x, np.ndarray) or x.dtype.hasobject:
+        # Bytes of Python objects are addresses, which mean nothing on another rank.
+        what = "an array of Python objects" if isinstance(x, np.ndarray) else type(x).__name__
+        raise TypeError(f"x: expected a numpy array of numbers, got {what} (rank {comm.rank})")
     if x.ndim != 1 or not x.flags.c_contiguous:
         order = (
             "Fortran-ordered"
