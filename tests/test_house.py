@@ -69,11 +69,13 @@ ALLOWED = {
         "schemes",
     },
     "report": set(),
+    "fit": {"formulas", "precision", "run", "schemes"},
     "cli": {
         "__init__",
         "comm",
         "data",
         "engine",
+        "fit",
         "model",
         "optim",
         "precision",

@@ -1,5 +1,8 @@
 """The command line: arguments, exit codes, the hook that ends a job whose rank fails.
 
+Exit codes: 0 all checks hold; 1 one fails, or a number stops being finite; 2 a mistake in what was asked;
+3 an error that was not foreseen (comm.py); 130 and 143 after Ctrl-C and SIGTERM.
+
 Not for: import; nobody imports it but __main__.py.
 """
 
@@ -17,14 +20,17 @@ from . import __version__, report
 from .comm import Communicator, SharedMistake
 from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .engine import NotFinite
+from .fit import physical_bytes, refuse_what_cannot_fit
 from .model import MLP
 from .optim import Adam
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
 from .run import Settings, run_on
 from .schemes import DP, SCHEMES, Scheme
-from .transport import MPIMissing, launched_rank, launcher_mismatch
+from .transport import MPIMissing, launched_rank, launched_size, launcher_mismatch
 
 HOLDS, FAILS, MISTAKE = 0, 1, 2
+
+ANSWERS = ("-h", "--help", "--version")
 
 EXAMPLES = """\
 examples:
@@ -50,23 +56,27 @@ def seed_int(text: str) -> int:
 
 
 def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if not least <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to 2147483647, got {text!r}")
-    return value
+    # Plain digits: Python's int also takes 1_0, and digits of other scripts. Its length is limited, too.
+    plain = text.isascii() and text.isdigit() and len(text) <= 10
+    if not plain or not least <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from {least} to 2147483647, got {_shown(text)}"
+        )
+    return int(text)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def positive_float(text: str) -> float:
     """Return a finite number above 0."""
     try:
-        value = float(text)
+        value = 0.0 if "_" in text else float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {_shown(text)}")
     return value
 
 
@@ -74,7 +84,9 @@ def widths(text: str) -> tuple[int, ...]:
     """Return the widths of an MLP, from a list such as 64,128,10."""
     dims = tuple(positive_int(part.strip()) for part in text.split(","))
     if len(dims) < 2:
-        raise argparse.ArgumentTypeError(f"expected at least two widths, such as 64,128,10, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected at least two widths, such as 64,128,10, got {_shown(text)}"
+        )
     return dims
 
 
@@ -125,20 +137,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line on every rank; return the exit code: 0 checks hold, 1 one fails, 2 a mistake."""
-    if {"-h", "--help", "--version"} & set(argv):
-        # Needs no MPI, and one voice is enough.
-        if launched_rank() == 0:
-            parser().parse_args([a for a in argv if a in ("-h", "--help", "--version")])
-        return HOLDS
+    """Run the command line on every rank; return the exit code, as above."""
+    asked = next((a for a in argv if a in ANSWERS), "")
+    if asked and launched_size() == 1:
+        return _answer(asked)
     try:
         comm = Communicator()
     except MPIMissing as error:
+        if asked:
+            return _answer(asked)
         if launched_rank() == 0:
             report.complain(str(error))
         return MISTAKE
     alone = launcher_mismatch(comm.size)
-    if alone is not None:
+    if alone is not None and not asked:
         if launched_rank() == 0:
             report.complain(alone)
         return MISTAKE
@@ -146,32 +158,39 @@ def main(argv: Sequence[str]) -> int:
         # A terminal without θ gets a question mark.
         sys.stdout.reconfigure(errors="replace")
     with comm.ending_job_on_error():
-        return _main(comm, argv)
+        return _main(comm, argv, asked)
 
 
-def _main(comm: Communicator, argv: Sequence[str]) -> int:
-    target: report.JsonFile | None = None
+def _answer(asked: str) -> int:
+    """Print the help or the version, from one process. Local."""
+    if launched_rank() == 0:
+        report.say([f"zero_mpi {__version__}" if asked == "--version" else parser().format_help().rstrip()])
+    return HOLDS
+
+
+def _main(comm: Communicator, argv: Sequence[str], asked: str) -> int:
+    hosts = comm.hosts()
     try:
+        # A rank that was asked for help would leave the others waiting.
+        comm.agree(**{"--help or --version": asked or "neither"})
+        if asked:
+            return _answer(asked)
         with comm.together():
             args = parser().parse_args(argv)
             plans = _plans(args, comm.size)
+            for n, plan in plans.items():
+                if comm.rank < n:
+                    _refuse_what_cannot_fit(args, plan, hosts[:n], comm.rank)
         comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
         comm.agree(**{f"rows of --data ({args.data})": plans[max(plans)].settings.data.fingerprint()})
-        # Last, so that no other mistake can leave a file begun behind.
         with comm.together():
-            target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
+            asks = args.json is not None and comm.rank == 0
+            target = report.JsonFile(args.json) if asks else None
         return _train(comm, args, plans, target)
     except SharedMistake as error:
         if comm.rank == 0:
             report.complain(str(error))
         return MISTAKE
-    except NotFinite as error:
-        if comm.rank == 0:
-            report.complain(str(error))
-        return FAILS
-    finally:
-        if target is not None:
-            target.discard()
 
 
 def _train(
@@ -180,22 +199,41 @@ def _train(
     """Run each plan on its number of ranks, report, and return the exit code."""
     environment = _environment(comm)
     said = plans[max(plans)].said
+    wrong: list[str] = []
     if comm.rank == 0 and not args.quiet:
-        print("\n".join(report.header(said, environment, args.sweep)), flush=True)
-    results = {size: run_on(comm, size, plan.settings, _schemes(args)) for size, plan in plans.items()}
+        wrong.append(report.say(report.header(said, environment, args.sweep)))
+    results: dict[int, dict[str, Any]] = {}
+    evidence: dict[str, Any] = {}
+    failure = ""
+    try:
+        for size, plan in plans.items():
+            results[size] = run_on(comm, size, plan.settings, _schemes(args))
+        if not args.sweep:
+            evidence = results[comm.size]
+    except NotFinite as error:
+        failure = str(error)
+        evidence = {"failure": failure, "losses": error.losses}
+    if args.sweep:
+        evidence["sweep"] = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
     holds = all(verdict["holds"] for result in results.values() for verdict in result["verdicts"])
-    code = HOLDS if holds else FAILS
+    code = HOLDS if holds and not failure else FAILS
     if comm.rank == 0:
         # The file first: what it holds must not depend on a terminal.
         if target is not None:
-            if args.sweep:
-                each = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
-                evidence: dict[str, Any] = {"sweep": each}
-            else:
-                evidence = results[comm.size]
-            target.write({"settings": said, "environment": environment, **evidence, "exit_code": code})
-        report.print_result(results, args.quiet)
-    return code
+            wrong.append(
+                target.write({"settings": said, "environment": environment, **evidence, "exit_code": code})
+            )
+        if not failure:
+            wrong.append(report.say(report.result_lines(results, args.quiet)))
+        elif not args.quiet:
+            # Tables of some of the schemes or sizes would look like the whole.
+            wrong.append(report.say(report.losses_so_far(evidence["losses"])))
+        if failure:
+            report.complain(failure)
+        if any(wrong):
+            report.complain("cannot be written: " + "; ".join(w for w in dict.fromkeys(wrong) if w))
+            code = code or MISTAKE
+    return int(comm.allgather_scalar(code, np.int64)[0])
 
 
 class _Plan(NamedTuple):
@@ -212,6 +250,17 @@ def _plans(args: argparse.Namespace, size: int) -> dict[int, _Plan]:
             raise ValueError(f"--sweep: expected sizes up to the job's {size} ranks, got {n}")
     rows = load_npz(args.data, args.dims[0], args.dims[-1]) if args.data is not None else None
     return {n: _plan(args, n, rows) for n in args.sweep or (size,)}
+
+
+def _refuse_what_cannot_fit(args: argparse.Namespace, plan: "_Plan", hosts: list[str], rank: int) -> None:
+    """Raise ValueError if a run on the ranks of `hosts` surely needs more memory than they have. Local."""
+    # The activations that backward needs; and every rank draws the rows of all from the seed's stream.
+    columns = sum(args.dims)
+    if args.data is None:
+        columns += len(hosts) * (args.dims[0] + args.dims[-1])
+    refuse_what_cannot_fit(
+        plan.settings, _schemes(args), hosts, rank, 4 * args.batch * columns, physical_bytes()
+    )
 
 
 def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
@@ -281,10 +330,13 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
             f"{size} x {args.batch}, got {len(x)}"
         )
     steps = per_epoch * epochs if args.steps is None else min(args.steps, per_epoch * epochs)
-    text = f"{os.path.basename(args.data)}: {len(x)} rows, {per_epoch} steps an epoch, "
+    text = f"{os.path.basename(args.data)}: {report.counted(len(x), 'row')}, "
+    text += f"{report.counted(per_epoch, 'step')} an epoch, "
     text += f"shuffled by seed {args.seed}"
     if dropped:
-        text += f"; the last {dropped} rows of an epoch, an incomplete global batch, are dropped"
+        rows_left = "the last row" if dropped == 1 else f"the last {dropped} rows"
+        text += f"; {rows_left} of an epoch, an incomplete global batch, "
+        text += "is dropped" if dropped == 1 else "are dropped"
     if note:
         text += f"; converted: {note}"
     return data, text, steps
@@ -293,7 +345,8 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
 def _environment(comm: Communicator) -> dict[str, Any]:
     """Return where the job runs. Collective."""
     config: Any = np.show_config(mode="dicts")
-    blas = config["Build Dependencies"]["blas"]
+    # A numpy built without BLAS has less to say.
+    blas = config.get("Build Dependencies", {}).get("blas", {})
     threads = next(
         (os.environ[n] for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if n in os.environ), ""
     )
@@ -303,6 +356,6 @@ def _environment(comm: Communicator) -> dict[str, Any]:
         "hosts": len(set(comm.hosts())),
         "mpi": comm.transport.describe(),
         "numpy": np.__version__,
-        "blas": f"{blas['name']} {blas['version']}",
+        "blas": f"{blas.get('name', 'unknown BLAS')} {blas.get('version', '')}".strip(),
         "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
     }

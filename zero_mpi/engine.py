@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 class NotFinite(FloatingPointError):
-    """A loss that is no finite number, which all ranks know of and raise alike."""
+    """A loss that is no finite number, which all ranks know of and raise alike.
+
+    losses : by scheme, of the steps before; set by who steps them.
+    """
+
+    losses: dict[str, list[float]] = {}
 
 
 def train_step(scheme: "Scheme", batch: Batch) -> float:

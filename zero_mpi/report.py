@@ -3,12 +3,14 @@
 Not for: measuring or judging; every number here comes from run.py's result.
 """
 
+import errno
 import json
 import os
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 SCHEMA = "zero_mpi.run/1"
@@ -60,23 +62,29 @@ def min_max(name: str, columns: Sequence[Sequence[int]], rest: Sequence[str]) ->
     ]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def header(
     settings: dict[str, Any], environment: dict[str, Any], sweep: Sequence[int] | None = None
 ) -> list[str]:
     """Return the lines that say what runs, with every default, and where."""
     s, e = settings, environment
-    ranks = "1 rank" if e["ranks"] == 1 else f"{e['ranks']} ranks"
-    hosts = "1 host" if e["hosts"] == 1 else f"{e['hosts']} hosts"
     said = {
-        "model": f"{s['model']}: {s['n_params']:,} parameters in {s['units']} units, seed {s['init_seed']}",
+        "model": f"{s['model']}: {s['n_params']:,} parameters in {counted(s['units'], 'unit')}, "
+        f"seed {s['init_seed']}",
         "data": s["data"],
-        "training": f"{s['steps']} steps, {s['batch']} rows a rank and step; {s['optimizer']}",
+        "training": f"{counted(s['steps'], 'step')}, {counted(s['batch'], 'row')} a rank and step; "
+        f"{s['optimizer']}",
         "precision": f"{s['precision']}: {s['params_dtype']} parameters, {s['grads_dtype']} gradients, "
         "float32 optimizer",
         "on wire": f"{s['reduce_dtype']} gradients, {s['gather_dtype']} parameters",
-        "machine": f"{hosts}; {e['mpi']}; numpy {e['numpy']}; {e['blas']}, {e['blas_threads']}",
+        "machine": f"{counted(e['hosts'], 'host')}; {e['mpi']}; numpy {e['numpy']}; {e['blas']}, "
+        f"{e['blas_threads']}",
     }
-    lines = [f"zero_mpi {e['zero_mpi']} on {ranks}"]
+    lines = [f"zero_mpi {e['zero_mpi']} on {counted(e['ranks'], 'rank')}"]
     if sweep:
         said = {"sweep": f"on {', '.join(map(str, sweep))} of them", **said}
     for name, text in said.items():
@@ -94,15 +102,15 @@ def learning(result: dict[str, Any]) -> list[str]:
         rows.append(
             [
                 row["name"],
-                f"{row['final_loss']:.6f}",
+                _loss(row["final_loss"], 6),
                 "not checked" if difference is None else _difference(difference),
                 "not checked" if identical is None else f"{identical} of {steps}",
                 row["theta_digest"],
             ]
         )
     lines = ["Learning", *table(rows), ""]
-    losses = schemes[0]["losses"]
-    lines += [f"  loss by step: {', '.join(f'{loss:.4f} ({step})' for step, loss in _evenly(losses, 5))}", ""]
+    losses = [f"{_loss(loss, 4)} ({step})" for step, loss in _evenly(schemes[0]["losses"], 5)]
+    lines += [*_wrapped("  loss by step: ", ", ".join(losses)), ""]
     compared = [row for row in schemes if row["max_abs_difference"] is not None]
     if len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
         replay = evidence["reference"]
@@ -203,7 +211,7 @@ def sweep(results: dict[int, dict[str, Any]]) -> list[str]:
 
     losses = [["N", *names.values()]]
     for n, result in results.items():
-        losses.append([str(n), *(f"{r['final_loss']:.6f}" for r in result["learning"]["schemes"].values())])
+        losses.append([str(n), *(_loss(r["final_loss"], 6) for r in result["learning"]["schemes"].values())])
     return [
         "Traffic per rank and step, in units of n_params x bytes of the wire dtype,",
         "measured (mean over ranks) and, beside it, the formula",
@@ -240,27 +248,43 @@ def verdicts(results: dict[int, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def print_result(results: dict[int, dict[str, Any]], quiet: bool) -> None:
-    """Print results by number of ranks as tables; only the verdicts when `quiet`."""
+def losses_so_far(losses: dict[str, list[float]]) -> list[str]:
+    """Return the table of losses by scheme up to a failure; nothing if no step was finished."""
+    done = max(map(len, losses.values()), default=0)
+    if not done:
+        return []
+    rows = [["step", *losses]]
+    for step, _ in _evenly([0.0] * done, 10):
+        rows.append([str(step), *(_loss(values[step - 1], 6) for values in losses.values())])
+    return [f"Loss by step, {counted(done, 'step')} before the failure", *table(rows, left=0), ""]
+
+
+def result_lines(results: dict[int, dict[str, Any]], quiet: bool) -> list[str]:
+    """Return results by number of ranks as tables; only the verdicts when `quiet`."""
     lines: list[str] = []
     if not quiet and len(results) > 1:
         lines = sweep(results)
     elif not quiet:
         (result,) = results.values()
         lines = [*learning(result), *memory(result), *traffic(result), *audit(result)]
-    print("\n".join([*lines, *verdicts(results)]), flush=True)
+    return [*lines, *verdicts(results)]
 
 
 class JsonFile:
-    """A file that is known to be writable before the run, and is there whole after it, or not at all."""
+    """A file that is known to be writable before the run, and is there whole after it, or not at all.
+
+    Until `write` nothing is left on the disk, so that no end of the job leaves a file begun.
+    """
 
     def __init__(self, path: str) -> None:
+        if not path:
+            raise ValueError("--json: expected a file to write, got an empty name")
         # The file itself, not a link to it: what is put in place must not replace the link.
         self.path = os.path.realpath(path)
-        folder = os.path.dirname(self.path)
         if os.path.isdir(self.path):
             raise ValueError(f"--json {path}: expected a file to write, got a directory")
-        if os.path.exists(self.path):
+        there = os.path.exists(self.path)
+        if there:
             mode = os.stat(self.path).st_mode
             if not stat.S_ISREG(mode):
                 raise ValueError(f"--json {path}: expected a regular file to write, got a device or a pipe")
@@ -271,34 +295,74 @@ class JsonFile:
         else:
             self._mode = 0o666 & ~_umask()
         try:
-            handle, self._part = tempfile.mkstemp(prefix=".zero_mpi-", suffix=".json", dir=folder)
+            # What `write` will do: a file beside it, of a name of its own, that is given this name.
+            if not there:
+                os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                os.remove(self.path)
+            self._remove(self._begin())
         except OSError as error:
             raise ValueError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+    def write(self, result: dict[str, Any]) -> str:
+        """Write `result` and put it in place; return what went wrong, or an empty string."""
+        part = ""
+        try:
+            part = self._begin()
+            with open(part, "w", encoding="utf-8") as file:
+                json.dump({"schema": SCHEMA, **result}, file, indent=1, allow_nan=False)
+                file.write("\n")
+            os.chmod(part, self._mode)
+            os.replace(part, self.path)
+        except OSError as error:
+            if part:
+                self._remove(part)
+            return f"--json {self.path}: {error.strerror}"
+        return ""
+
+    def _begin(self) -> str:
+        folder = os.path.dirname(self.path)
+        if not os.stat(folder).st_mode & 0o222:
+            # Root may write here, too.
+            raise PermissionError(errno.EACCES, "its directory is read-only")
+        handle, part = tempfile.mkstemp(prefix=".zero_mpi-", suffix=".json", dir=folder)
         os.close(handle)
+        return part
 
-    def write(self, result: dict[str, Any]) -> None:
-        """Write `result` and put it in place."""
-        with open(self._part, "w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, **result}, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(self._part, self._mode)
-        os.replace(self._part, self.path)
+    def _remove(self, part: str) -> None:
+        with suppress(OSError):
+            os.remove(part)
 
-    def discard(self) -> None:
-        """Remove what was begun, if it was not written."""
-        if os.path.exists(self._part):
-            os.remove(self._part)
+
+def say(lines: Sequence[str]) -> str:
+    """Print lines at once; return what went wrong, or an empty string.
+
+    A reader that has gone, such as ``head``, has what it wanted: that is nothing wrong.
+    """
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        # What is still buffered must not fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return "" if isinstance(error, BrokenPipeError) else f"standard output: {error.strerror}"
+    return ""
 
 
 def complain(message: str) -> None:
-    """Print one line about the user's mistake."""
-    print(f"zero_mpi: error: {message}", file=sys.stderr, flush=True)
+    """Print one line about what is wrong, whatever characters a file's name has."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    with suppress(OSError):
+        print(f"zero_mpi: error: {line}", file=sys.stderr, flush=True)
 
 
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def _loss(value: float, digits: int) -> str:
+    """Return a loss with so many digits, in the form that does not fill the line."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
 
 
 def _difference(value: float | str) -> str:
@@ -324,7 +388,9 @@ def _left_last(rows: list[list[str]]) -> list[list[str]]:
 
 def _wrapped(head: str, text: str) -> list[str]:
     lines, line = [], head
-    for word in text.split():
+    room = WIDTH - len(head) - 1
+    words = [word[i : i + room] for word in text.split() for i in range(0, len(word), room)]
+    for word in words:
         if len(line) + len(word) + 1 > WIDTH and line.strip():
             lines.append(line.rstrip())
             line = " " * len(head)

@@ -84,10 +84,12 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     for scheme in trained:
         finite = comm.allgather_scalar(checks.owns_finite(scheme), np.uint8)
         if not finite.all():
-            raise NotFinite(
+            failure = NotFinite(
                 f"weights: expected finite numbers, got NaN or infinity on rank {int(np.argmin(finite))} "
                 f"after step {lockstep.steps} of {scheme.name}"
             )
+            failure.losses = lockstep.losses
+            raise failure
     learning = lockstep.learning()
     memory = {s.key: _memory(s, lockstep.memory_faults.get(s.key, "")) for s in trained}
     traffic = {s.key: _traffic(s, lockstep.traffic_faults.get(s.key, "")) for s in trained}
@@ -119,6 +121,7 @@ def run_on(
     part = comm.split(0 if comm.rank < size else None)
     result: dict[str, Any] = {"verdicts": []}
     failure, words = "", ""
+    losses: dict[str, list[float]] = {}
     with comm.root_works():
         if part is not None:
             try:
@@ -126,10 +129,15 @@ def run_on(
             except (SharedMistake, NotFinite) as error:
                 # All that took part raise it; those that sleep have to be told.
                 failure, words = type(error).__name__, f"N = {size}: {error}"
+                losses = getattr(error, "losses", {})
             part.free()
-    failure, words, verdicts = comm.allgather_object([failure, words, result["verdicts"]])[0]
+    failure, words, losses, verdicts = comm.allgather_object([failure, words, losses, result["verdicts"]])[0]
+    if failure == "NotFinite":
+        reached = NotFinite(words)
+        reached.losses = losses
+        raise reached
     if failure:
-        raise (NotFinite if failure == "NotFinite" else SharedMistake)(words)
+        raise SharedMistake(words)
     return {**result, "verdicts": verdicts}
 
 
@@ -156,7 +164,11 @@ class _Lockstep:
     def step(self, batches: Sequence[Batch]) -> None:
         self.steps += 1
         for scheme in self.trained:
-            self.losses[scheme.key].append(scheme.step(batches[self.comm.rank]))
+            try:
+                self.losses[scheme.key].append(scheme.step(batches[self.comm.rank]))
+            except NotFinite as error:
+                error.losses = {key: losses[: self.steps - 1] for key, losses in self.losses.items()}
+                raise
             claim = SCHEMES[type(scheme)]
             for faults, fault in (
                 (self.memory_faults, checks.memory_fault(checks.memory_evidence(scheme, claim))),
@@ -231,14 +243,16 @@ def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Ver
         for row in schemes.values()
         if row["identical_steps"] != steps
     ]
-    same = f"{len(schemes)} schemes hold the same bits after each of {steps} steps, on every rank"
+    each = "the step" if steps == 1 else f"each of {steps} steps"
+    same = f"{len(schemes)} schemes hold the same bits after {each}, on every rank"
     if len(schemes) == 1:
-        same = f"all ranks hold the same bits after each of {steps} steps"
+        same = f"all ranks hold the same bits after {each}"
     verdicts = [Verdict("learning", not parted, "; ".join(parted) or same)]
     if settings.reference:
         replay = learning["reference"]
         holds = replay["identical_steps"] == steps
-        says = f"the replay in one process, in the ring's order, gives the same bits in all {steps} steps"
+        every = "the step" if steps == 1 else f"all {steps} steps"
+        says = f"the replay in one process, in the ring's order, gives the same bits in {every}"
         if not holds:
             says = (
                 f"the replay in one process parts from data parallel in step "
