@@ -5,7 +5,8 @@
 #
 # N=4 scripts/run.sh ... takes another number of ranks.
 set -u
-. "$(dirname "$0")/setup.sh"
+# A link to this script is as good.
+. "$(dirname "$(readlink -f "$0")")/setup.sh"
 case "${N:-8}" in
   *[!0-9]* | 0*) echo "N: expected a number of ranks, at least 1, got '$N'" >&2; exit 2 ;;
 esac

@@ -29,6 +29,10 @@ two_ranks_meet() {
     'import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.size != 2)' >/dev/null 2>&1
 }
 
+if [ "$mpi" = system ] && ! command -v mpiexec >/dev/null; then
+  echo "--mpi system: expected mpiexec on the PATH, found none" >&2
+  exit 2
+fi
 base=${PYTHON:-python3}
 if ! "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
   echo "expected Python 3.10 or newer as $base (set PYTHON to another), got $("$base" --version 2>&1)" >&2
@@ -40,12 +44,13 @@ extras=test
 [ "$mpi" = system ] || extras=test,$mpi
 wanted="$extras $root $("$base" -c "import sys; print(sys.version, sys.base_prefix)") $(cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}" | cksum)"
 [ "$mpi" != system ] || wanted="$wanted $(command -v mpiexec) $(mpiexec --version 2>/dev/null | head -n 3)"
-if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+
+installed() { [ "$(cat "$venv/.installed" 2>/dev/null)" = "$wanted" ]; }
+
+make_environment() {
   echo "installing into ${venv##*/} ..." >&2
   rm -rf "$venv"
   "$base" -m venv "$venv" || { echo "python3 -m venv failed: install your system's venv package (Debian: python3-venv)" >&2; exit 2; }
-  [ "$mpi" != system ] || command -v mpiexec >/dev/null ||
-    { echo "--mpi system: expected mpiexec on the PATH, found none" >&2; exit 2; }
   "$venv/bin/pip" install -q -e "$root[$extras]" || exit 1
   # mpi4py's wheel loads libmpi.so as Open MPI and newer MPICH install it. If it finds another MPI than
   # mpiexec's own, or none (Debian's MPICH 4 names its library otherwise), build mpi4py for this one.
@@ -57,6 +62,14 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
     two_ranks_meet || { echo "--mpi system: two ranks of $(command -v mpiexec) do not meet" >&2; exit 2; }
   fi
   echo "$wanted" >"$venv/.installed"
+}
+
+if ! installed; then
+  # One at a time: a second first run waits for the first one's environment.
+  {
+    if command -v flock >/dev/null; then flock 9; fi
+    installed || make_environment
+  } 9>"$venv.lock"
 fi
 PYTHON=$venv/bin/python
 MPIEXEC=$venv/bin/mpiexec

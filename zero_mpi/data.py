@@ -147,16 +147,24 @@ def load_npz(path: str | os.PathLike, n_in: int, n_out: int) -> tuple[Batch, str
     name = os.fspath(path)
     if os.path.isdir(name):
         raise ValueError(f"{name}: expected an .npz file, got a directory")
+    if os.path.exists(name) and not os.path.isfile(name):
+        # Opening a pipe waits for who writes into it.
+        raise ValueError(f"{name}: expected an .npz file, got a device or a pipe")
     try:
-        archive = np.load(name, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise _Bad(f"{name}: expected an .npz file with arrays x and y, got one bare array")
-        with archive:
-            arrays = {key: _read(archive, key, name) for key in ("x", "y")}
+        with open(name, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise _Bad(f"{name}: expected an .npz file with arrays x and y, got one bare array")
+            with archive:
+                arrays = {key: _read(archive, key, name) for key in ("x", "y")}
     except _Bad:
         raise
     except OSError as error:
         raise ValueError(f"{name}: {error.strerror or 'expected an .npz file, got a damaged one'}") from None
+    except MemoryError:
+        raise ValueError(
+            f"{name}: expected arrays that fit into memory, got larger ones, or a damaged file"
+        ) from None
     except Exception as error:
         # A damaged archive fails in zipfile, zlib, lzma, numpy's header parser or the allocator, each with
         # an error of its own; all mean the same to who named the file.

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 
 class NotFinite(FloatingPointError):
-    """A loss or a gradient that is no finite number, which all ranks know of and raise alike."""
+    """A loss or a gradient that is no finite number, which all ranks know of and raise alike.
+
+    losses : by scheme, of the steps before; set by who steps them.
+    """
+
+    losses: dict[str, list[float]] = {}
 
 
 class OutOfBatches(SharedMistake):

@@ -7,7 +7,10 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from . import report
+from .arguments import Parser
 from .comm import Communicator, OutOfStep, SharedMistake
 from .data import SeedStream
 from .engine import NotFinite
@@ -18,6 +21,8 @@ from .precision import Precision
 from .run import Settings, run
 from .schemes import DP, SCHEMES, Scheme
 from .training import Training
+
+SCHEMA = "zero_mpi.faults/1"
 
 DIMS = (12, 30, 12)
 STEPS = 4
@@ -44,7 +49,7 @@ class Outcome(NamedTuple):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    p = report.Parser(
+    p = Parser(
         prog="python -m zero_mpi faults",
         usage="mpiexec -n N python -m zero_mpi faults [options]",
         description="Make known mistakes on purpose, on a small model, under every scheme they apply to,\n"
@@ -101,7 +106,7 @@ def make(comm: Communicator, fault: Fault, S: type[Scheme]) -> Outcome:
     part = comm.split(0)
     if part is None:
         raise ValueError("a rank has no part")
-    schemes = [S] if S is DP else [DP, S]
+    schemes: list[type[Scheme]] = [S] if S is DP else [DP, S]
     try:
         result = run(part, settings_of(fault, S.key), schemes)
     except SharedMistake as error:
@@ -155,53 +160,51 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
         args = parser().parse_args(argv)
         faults = chosen(args.only)
         if comm.size < 2 and not args.list:
-            raise ValueError("faults: expected at least 2 ranks, got 1: alone, most mistakes make no difference")
+            raise ValueError("faults: expected at least 2 ranks, got 1: alone, most make no difference")
     comm.agree(only=args.only)
     if args.list:
         if comm.rank == 0:
-            print("\n".join(report.table([["fault", "what it does"], *([f.name, f.what] for f in faults)], 2)))
+            report.say(report.table([["fault", "what it does"], *([f.name, f.what] for f in faults)], 2))
         return 0
-    with report.json_target(comm, args.json) as target:
-        outcomes = [
-            make(comm, fault, S) for fault in faults for S in SCHEMES if S.key in fault.schemes
-        ]
-        escaped = [o for o in outcomes if not o.caught]
-        code = 1 if escaped else 0
-        if comm.rank == 0:
-            if target is not None:
-                target.write(
-                    {"ranks": comm.size, "faults": [o._asdict() for o in outcomes], "exit_code": code},
-                    "zero_mpi.faults/1",
-                )
-            print("\n".join(lines(outcomes, comm.size)), flush=True)
-    return code
+    with comm.together():
+        target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
+    outcomes = [make(comm, fault, S) for fault in faults for S in SCHEMES if S.key in fault.schemes]
+    code = 0 if all(o.caught for o in outcomes) else 1
+    if comm.rank == 0:
+        evidence = {"ranks": comm.size, "faults": [o._asdict() for o in outcomes], "exit_code": code}
+        wrong = target.write({"schema": SCHEMA, **evidence}) if target is not None else ""
+        wrong = report.say(lines(outcomes, comm.size)) or wrong
+        if wrong:
+            report.complain(f"cannot be written: {wrong}")
+            code = code or 2
+    return int(comm.allgather_scalar(code, np.int64)[0])
 
 
 def lines(outcomes: Sequence[Outcome], size: int) -> list[str]:
     """Return the matrix of faults; schemes of the same outcome share a line."""
     merged: dict[tuple, list[str]] = {}
     for o in outcomes:
-        row = (o.fault, ", ".join(o.checks) or "nothing", _text(o.step), _text(o.unit), o.cause, o.caught)
+        seen = " ".join(_LETTERS.get(check, check) for check in o.checks) or "nothing"
+        step, unit = ("-" if value is None else str(value) for value in (o.step, o.unit))
+        row = (o.fault, seen, step, unit, o.cause or "-", "" if o.caught else "ESCAPED")
         merged.setdefault(row, []).append(_SHORT[o.scheme])
     rows = [["fault", "schemes", "seen by", "step", "unit", "class", ""]]
-    for (name, checks, step, unit, cause, caught), schemes in merged.items():
-        mark = "" if caught else "ESCAPED"
-        rows.append([name, _ranges(schemes), checks, step, unit, cause or "-", mark])
+    rows += [[row[0], " ".join(schemes), *row[1:]] for row, schemes in merged.items()]
     caught = sum(o.caught for o in outcomes)
     return [
-        f"Faults made on purpose, {size} ranks; schemes D 1 2 3: data parallel, ZeRO-1, ZeRO-2, ZeRO-3",
+        f"Faults made on purpose, on {size} ranks",
         *report.table(rows, left=7),
+        "",
+        *report.wrapped("  ", LEGEND),
         "",
         f"  {caught} of {len(outcomes)} caught, and their cause named",
     ]
 
 
+LEGEND = (
+    "schemes: D data parallel, 1 2 3 ZeRO. seen by: L learning (beside data parallel without the fault), R "
+    "the reference, M memory, T traffic, A audit; or the error that ends the run: set-up, non-finite, order "
+    "of units. step, unit: where numbers first part. class: what the evidence takes for the cause."
+)
+_LETTERS = {"learning": "L", "reference": "R", "memory": "M", "traffic": "T", "audit": "A"}
 _SHORT = {S.name: name for S, name in zip(SCHEMES, ("D", "1", "2", "3"), strict=False)}
-
-
-def _ranges(names: Sequence[str]) -> str:
-    return " ".join(names)
-
-
-def _text(value: int | None) -> str:
-    return "-" if value is None else str(value)

@@ -60,7 +60,8 @@ def fault(
 
     def enter(function: Callable) -> Callable:
         what = (function.__doc__ or "").strip().rstrip(".")
-        FAULTS[name] = Fault(name, what, schemes, check, cause, needs)._replace(**{on: function})
+        changed: dict[str, Any] = {on: function}
+        FAULTS[name] = Fault(name, what, schemes, check, cause, needs, **changed)
         return function
 
     return enter
@@ -390,7 +391,7 @@ def half_in_16_bits(scheme: Any) -> None:
 
     def make(sendrecv: Callable) -> Callable:
         def rounding(send: np.ndarray, dest: int | None, receive: np.ndarray, source: int | None) -> None:
-            if comm._collective == "reduce-scatter":
+            if comm._now.name == "reduce-scatter":
                 send = send.copy()
                 half = send[: send.size // 2]
                 half[...] = half.astype(np.float16)

@@ -40,8 +40,8 @@ class Parting(NamedTuple):
     phase : "gradient", "parameters" or "replica" (a copy of others' parameters that a rank holds whole).
     unit, tensor, place : where; the place is the index in the tensor. rank : its owner, or who holds the
         replica.
-    observed, expected : the two values, and their bits in `dtype`, hexadecimal. ulp : how many steps from value to value lead from
-        one to the other.
+    observed, expected : the two values, and their bits in `dtype`, hexadecimal. ulp : how many steps from
+        value to value lead from one to the other.
     differing, numel : how many elements of the unit differ, and how many it has.
     cause, why : the class, one of `CLASSES`, and the evidence in words.
     """

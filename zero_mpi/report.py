@@ -3,12 +3,14 @@
 Not for: measuring or judging; every number here comes from run.py's result.
 """
 
+import errno
 import json
 import os
 import stat
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 SCHEMA = "zero_mpi.run/2"
@@ -84,15 +86,20 @@ def min_max(name: str, columns: Sequence[Sequence[int]], rest: Sequence[str]) ->
     ]
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 step", "2 steps"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def header(
     settings: dict[str, Any], environment: dict[str, Any], sweep: Sequence[int] | None = None
 ) -> list[str]:
     """Return the lines that say what runs, with every default, and where."""
     s, e = settings, environment
-    ranks = "1 rank" if e["ranks"] == 1 else f"{e['ranks']} ranks"
-    hosts = "1 host" if e["hosts"] == 1 else f"{e['hosts']} hosts with {e['ranks_per_host']} ranks"
+    hosts = counted(e["hosts"], "host") + (f" with {e['ranks_per_host']} ranks" if e["hosts"] > 1 else "")
     said = {
-        "model": f"{s['model']}: {s['n_params']:,} parameters in {s['units']} units, seed {s['init_seed']}",
+        "model": f"{s['model']}: {s['n_params']:,} parameters in {counted(s['units'], 'unit')}, "
+        f"seed {s['init_seed']}",
         "data": s["data"],
         "training": "; ".join(s["training"]),
         "precision": f"{s['precision']}: {s['params_dtype']} parameters, {s['grads_dtype']} gradients, "
@@ -100,11 +107,11 @@ def header(
         "on wire": f"{s['reduce_dtype']} gradients, {s['gather_dtype']} parameters; {s['reduction']}",
         "machine": f"{hosts}; {e['mpi']}; numpy {e['numpy']}; {e['blas']}, {e['blas_threads']}",
     }
-    lines = [f"zero_mpi {e['zero_mpi']} on {ranks}"]
+    lines = [f"zero_mpi {e['zero_mpi']} on {counted(e['ranks'], 'rank')}"]
     if sweep:
         said = {"sweep": f"on {', '.join(map(str, sweep))} of them", **said}
     for name, text in said.items():
-        lines += _wrapped(f"  {name:<10} ", text)
+        lines += wrapped(f"  {name:<10} ", text)
     return [*lines, ""]
 
 
@@ -118,44 +125,48 @@ def learning(result: dict[str, Any]) -> list[str]:
         rows.append(
             [
                 row["name"],
-                "not finite" if row["final_loss"] is None else f"{row['final_loss']:.6f}",
-                "not checked" if difference is None else _difference(difference),
+                "not finite" if row["final_loss"] is None else _loss(row["final_loss"], 6),
+                "not checked" if difference is None else difference(difference),
                 "not checked" if identical is None else f"{identical} of {steps}",
                 row["theta_digest"],
             ]
         )
     lines = ["Learning", *table(rows), ""]
-    lines += _by_step("loss", schemes[0]["losses"], ".4f")
+    lines += _by_step("loss", schemes[0]["losses"])
     if any(norm is not None for norm in schemes[0]["grad_norms"]):
-        lines += _by_step("norm", schemes[0]["grad_norms"], ".4g")
+        lines += _by_step("norm", schemes[0]["grad_norms"])
     for row in schemes[:1]:
         for step, why in row["skipped_steps"][:5]:
-            lines += _wrapped("  ", f"step {step} skipped by all: {why}")
+            lines += wrapped("  ", f"step {step} skipped by all: {why}")
         if row["skipped_steps"]:
             text = f"{len(row['skipped_steps'])} of {steps} steps skipped; loss scale at the end "
-            lines += [*_wrapped("  ", f"{text}{row['final_loss_scale']:g}"), ""]
+            lines += [*wrapped("  ", f"{text}{row['final_loss_scale']:g}"), ""]
+    same: dict[str, list[str]] = {}
     for row in schemes:
         if row["parting"] is not None:
-            lines += [*parting(row["name"], row["parting"]), ""]
+            same.setdefault("\n".join(parting(row["parting"])), []).append(row["name"])
+    for text, names in same.items():
+        verb = "parts" if len(names) == 1 else "part"
+        lines += [*wrapped("  ", f"{', '.join(names)} first {verb} from the reference:"), text, ""]
     compared = [row for row in schemes if row["max_abs_difference"] is not None]
     order = evidence["order"]
     if order and len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
         replay = evidence["reference"]
         text = ORDER_OF_SUMMATION.format(order=order)
         if replay is None:
-            lines += [*_wrapped("  ", f"{text} {NOT_REPLAYED}"), ""]
+            lines += [*wrapped("  ", f"{text} {NOT_REPLAYED}"), ""]
         elif all(row["identical_steps"] == steps for row in replay.values()):
-            lines += [*_wrapped("  ", f"{text} {REPLAYED}"), ""]
+            lines += [*wrapped("  ", f"{text} {REPLAYED}"), ""]
     apart = evidence["max_abs_difference_from_ring"]
     if apart is not None:
         why = (
             f"{evidence['reducer']} adds in the order {order}" if order else "the library's order is its own"
         )
-        lines += [*_wrapped("  ", APART_FROM_RING.format(apart=_difference(apart), why=why)), ""]
+        lines += [*wrapped("  ", APART_FROM_RING.format(apart=difference(apart), why=why)), ""]
     return lines
 
 
-def parting(name: str, found: dict[str, Any]) -> list[str]:
+def parting(found: dict[str, Any]) -> list[str]:
     """Return where a scheme first leaves the reference, and why."""
     what = {"gradient": "gradient", "parameters": "parameters", "replica": "copy of others' parameters"}
     holder = "held by" if found["phase"] == "replica" else "owned by"
@@ -170,9 +181,9 @@ def parting(name: str, found: dict[str, Any]) -> list[str]:
         "class": found["cause"],
         "evidence": found["why"],
     }
-    lines = [f"  {name} first parts from the reference:"]
+    lines: list[str] = []
     for key, text in said.items():
-        lines += _wrapped(f"    {key:<9} ", text)
+        lines += wrapped(f"    {key:<9} ", text)
     return lines
 
 
@@ -208,7 +219,7 @@ def memory(result: dict[str, Any]) -> list[str]:
         f"peak {seen}, {process['os_peak_over_base_plus_ledger']:.2f} times their sum (the rank that is "
         "farthest off)."
     )
-    return [*lines, *_wrapped("  ", text), ""]
+    return [*lines, *wrapped("  ", text), ""]
 
 
 def traffic(result: dict[str, Any]) -> list[str]:
@@ -250,7 +261,7 @@ def traffic(result: dict[str, Any]) -> list[str]:
         "Traffic in units of n_params x bytes of the wire dtype, mean over ranks",
         *table(_left_last(units)),
         "",
-        *_wrapped("  ", FOOTER),
+        *wrapped("  ", FOOTER),
         "",
     ]
 
@@ -267,7 +278,7 @@ def audit(result: dict[str, Any]) -> list[str]:
     return [
         "Audit: bytes that Python's allocator sees and the ledger does not",
         *table(rows),
-        *_wrapped(
+        *wrapped(
             "  ",
             f"Allowed: {limits['resident_limit_bytes']} at rest; {limits['peak_limit_bytes']} at the peak: "
             "the interpreter's own objects, and a gradient of activations while it is made.",
@@ -294,7 +305,7 @@ def sweep(results: dict[int, dict[str, Any]]) -> list[str]:
 
     losses = [["N", *names.values()]]
     for n, result in results.items():
-        losses.append([str(n), *(f"{r['final_loss']:.6f}" for r in result["learning"]["schemes"].values())])
+        losses.append([str(n), *(_loss(r["final_loss"], 6) for r in result["learning"]["schemes"].values())])
     return [
         "Traffic per rank and step, in units of n_params x bytes of the wire dtype,",
         "measured (mean over ranks) and, beside it, the formula",
@@ -306,7 +317,7 @@ def sweep(results: dict[int, dict[str, Any]]) -> list[str]:
         "Final loss: another N sees other batches and so learns something else",
         *table(losses, left=0),
         "",
-        *_wrapped("  ", FOOTER),
+        *wrapped("  ", FOOTER),
         "",
     ]
 
@@ -321,69 +332,121 @@ def verdicts(results: dict[int, dict[str, Any]]) -> list[str]:
         if several and all(result["verdicts"][i]["holds"] for result in results.values())
     ]
     for check in everywhere:
-        lines += _wrapped(f"  holds  {check:<10} ", f"at N = {', '.join(map(str, results))}")
+        lines += wrapped(f"  holds  {check:<10} ", f"at N = {', '.join(map(str, results))}")
     for size, result in results.items():
         for row in result["verdicts"]:
             if row["check"] in everywhere:
                 continue
             head = f"  {_HEADS[row['holds']]}  {row['check']:<10} "
-            lines += _wrapped(head, (f"N = {size}: " if several else "") + row["says"])
+            lines += wrapped(head, (f"N = {size}: " if several else "") + row["says"])
     return lines
 
 
-def print_result(results: dict[int, dict[str, Any]], quiet: bool) -> None:
-    """Print results by number of ranks as tables; only the verdicts when `quiet`."""
+def losses_so_far(losses: dict[str, list[float]]) -> list[str]:
+    """Return the table of losses by scheme up to a failure; nothing if no step was finished."""
+    done = max(map(len, losses.values()), default=0)
+    if not done:
+        return []
+    rows = [["step", *losses]]
+    for step, _ in _evenly([0.0] * done, 10):
+        rows.append([str(step), *(_loss(values[step - 1], 6) for values in losses.values())])
+    return [f"Loss by step, {counted(done, 'step')} before the failure", *table(rows, left=0), ""]
+
+
+def result_lines(results: dict[int, dict[str, Any]], quiet: bool) -> list[str]:
+    """Return results by number of ranks as tables; only the verdicts when `quiet`."""
     lines: list[str] = []
     if not quiet and len(results) > 1:
         lines = sweep(results)
     elif not quiet:
         (result,) = results.values()
         lines = [*learning(result), *memory(result), *traffic(result), *audit(result)]
-    print("\n".join([*lines, *verdicts(results)]), flush=True)
+    return [*lines, *verdicts(results)]
 
 
 class JsonFile:
-    """A file that is known to be writable before the run, and is there whole after it, or not at all."""
+    """A file that is known to be writable before the run, and is there whole after it, or not at all.
 
-    def __init__(self, path: str) -> None:
+    Until `write` nothing is left on the disk, so that no end of the job leaves a file begun.
+    """
+
+    def __init__(self, path: str, option: str = "--json") -> None:
+        self._option = option
+        if not path:
+            raise ValueError(f"{option}: expected a file to write, got an empty name")
         # The file itself, not a link to it: what is put in place must not replace the link.
         self.path = os.path.realpath(path)
-        folder = os.path.dirname(self.path)
         if os.path.isdir(self.path):
-            raise ValueError(f"--json {path}: expected a file to write, got a directory")
-        if os.path.exists(self.path):
+            raise ValueError(f"{option} {path}: expected a file to write, got a directory")
+        there = os.path.exists(self.path)
+        if there:
             mode = os.stat(self.path).st_mode
             if not stat.S_ISREG(mode):
-                raise ValueError(f"--json {path}: expected a regular file to write, got a device or a pipe")
+                raise ValueError(f"{option} {path}: expected a regular file to write, got a device or a pipe")
             # Root may write anything; a file that says read-only is not to be written all the same.
             if not mode & 0o222 or not os.access(self.path, os.W_OK):
-                raise ValueError(f"--json {path}: expected a file that can be written, got a read-only one")
+                raise ValueError(f"{option} {path}: expected a file that can be written, got a read-only one")
             self._mode = stat.S_IMODE(mode)
         else:
             self._mode = 0o666 & ~_umask()
         try:
-            handle, self._part = tempfile.mkstemp(prefix=".zero_mpi-", suffix=".json", dir=folder)
+            # What `write` will do: a file beside it, of a name of its own, that is given this name.
+            if not there:
+                os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+                os.remove(self.path)
+            self._remove(self._begin())
         except OSError as error:
-            raise ValueError(f"--json {path}: cannot be written: {error.strerror}") from None
+            raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from None
+
+    def write(self, result: dict[str, Any]) -> str:
+        """Write `result` and put it in place; return what went wrong, or an empty string."""
+        part = ""
+        try:
+            part = self._begin()
+            with open(part, "w", encoding="utf-8") as file:
+                json.dump(result, file, indent=1, allow_nan=False)
+                file.write("\n")
+            os.chmod(part, self._mode)
+            os.replace(part, self.path)
+        except OSError as error:
+            if part:
+                self._remove(part)
+            return f"{self._option} {self.path}: {error.strerror}"
+        return ""
+
+    def _begin(self) -> str:
+        folder = os.path.dirname(self.path)
+        if not os.stat(folder).st_mode & 0o222:
+            # Root may write here, too.
+            raise PermissionError(errno.EACCES, "its directory is read-only")
+        handle, part = tempfile.mkstemp(prefix=".zero_mpi-", suffix=".json", dir=folder)
         os.close(handle)
+        return part
 
-    def write(self, result: dict[str, Any]) -> None:
-        """Write `result` and put it in place."""
-        with open(self._part, "w", encoding="utf-8") as file:
-            json.dump({"schema": SCHEMA, **result}, file, indent=1, allow_nan=False)
-            file.write("\n")
-        os.chmod(self._part, self._mode)
-        os.replace(self._part, self.path)
+    def _remove(self, part: str) -> None:
+        with suppress(OSError):
+            os.remove(part)
 
-    def discard(self) -> None:
-        """Remove what was begun, if it was not written."""
-        if os.path.exists(self._part):
-            os.remove(self._part)
+
+def say(lines: Sequence[str]) -> str:
+    """Print lines at once; return what went wrong, or an empty string.
+
+    A reader that has gone, such as ``head``, has what it wanted: that is nothing wrong.
+    """
+    try:
+        print("\n".join(lines), flush=True)
+    except OSError as error:
+        # What is still buffered must not fail again when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return "" if isinstance(error, BrokenPipeError) else f"standard output: {error.strerror}"
+    return ""
 
 
 def complain(message: str) -> None:
-    """Print one line about the user's mistake."""
-    print(f"zero_mpi: error: {message}", file=sys.stderr, flush=True)
+    """Print one line about what is wrong, whatever characters a file's name has."""
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)
+    with suppress(OSError):
+        print(f"zero_mpi: error: {line}", file=sys.stderr, flush=True)
 
 
 def _umask() -> int:
@@ -392,18 +455,22 @@ def _umask() -> int:
     return mask
 
 
-def _difference(value: float | str) -> str:
+def _loss(value: float, digits: int) -> str:
+    """Return a loss with so many digits, in the form that does not fill the line."""
+    return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
+
+
+def difference(value: float | str) -> str:
+    """Return a largest difference as tables print it: 0 only where it is exactly zero."""
     if isinstance(value, str):
         return value
     return "0" if value == 0 else f"{value:.3g}"
 
 
-def _by_step(name: str, values: Sequence[float | None], form: str) -> list[str]:
-    """Return a line with at most five of `values`, and the steps they are of."""
-    said = ("none" if value is None else format(value, form) for _, value in _evenly(values, 5))
-    steps = (step for step, _ in _evenly(values, 5))
-    pairs = ", ".join(f"{value} ({step})" for value, step in zip(said, steps, strict=True))
-    return [f"  {name} by step: {pairs}", ""]
+def _by_step(name: str, values: Sequence[float | None]) -> list[str]:
+    """Return lines with at most five of `values`, and the steps they are of."""
+    said = [f"{'none' if v is None else _loss(v, 4)} ({step})" for step, v in _evenly(values, 5)]
+    return [*wrapped(f"  {name} by step: ", ", ".join(said)), ""]
 
 
 def _evenly(values: Sequence[Any], most: int) -> list[tuple[int, Any]]:
@@ -421,9 +488,12 @@ def _left_last(rows: list[list[str]]) -> list[list[str]]:
     return [[*row[:-1], row[-1].ljust(width)] for row in rows]
 
 
-def _wrapped(head: str, text: str) -> list[str]:
+def wrapped(head: str, text: str) -> list[str]:
+    """Return `text` behind `head` in lines that fit, the others indented as far."""
     lines, line = [], head
-    for word in text.split():
+    room = WIDTH - len(head) - 1
+    words = [word[i : i + room] for word in text.split() for i in range(0, len(word), room)]
+    for word in words:
         if len(line) + len(word) + 1 > WIDTH and line.strip():
             lines.append(line.rstrip())
             line = " " * len(head)

@@ -137,7 +137,8 @@ def _pass_on(comm: Communicator, parts: list[np.ndarray]) -> None:
 
 def blocks_of(comm: Communicator, x: np.ndarray) -> list[np.ndarray]:
     """Return the blocks of `x`, one a rank, as views; refuse an `x` that a ring cannot work in."""
-    if x.ndim != 1 or not x.flags.c_contiguous or not x.flags.writeable:
+    fits = isinstance(x, np.ndarray) and not x.dtype.hasobject and x.ndim == 1
+    if not fits or not x.flags.c_contiguous or not x.flags.writeable:
         _refuse(comm, x)
     return [x[part] for part in _slices(x.size, comm.size)]
 
@@ -149,6 +150,10 @@ def _slices(numel: int, size: int) -> list[slice]:
 
 
 def _refuse(comm: Communicator, x: np.ndarray) -> NoReturn:
+    if not isinstance(x, np.ndarray) or x.dtype.hasobject:
+        # Bytes of Python objects are addresses, which mean nothing on another rank.
+        what = "an array of Python objects" if isinstance(x, np.ndarray) else type(x).__name__
+        raise TypeError(f"x: expected a numpy array of numbers, got {what} (rank {comm.rank})")
     if x.ndim != 1 or not x.flags.c_contiguous:
         order = (
             "Fortran-ordered"

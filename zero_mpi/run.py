@@ -78,7 +78,7 @@ class Settings:
         return scheme
 
     def global_batches(self, comm: Communicator) -> Iterator[Sequence[MicroBatches]]:
-        """Yield the global batches to train on; they may differ between ranks only where a fault makes them."""
+        """Yield the global batches to train on, the same on all ranks unless a fault makes them differ."""
         data = self.data
         if self.fault is not None and self.fault.data is not None:
             data = self.fault.data(data, comm.rank)
@@ -108,10 +108,12 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     for scheme in trained:
         finite = comm.allgather_scalar(checks.owns_finite(scheme), np.uint8)
         if not finite.all():
-            raise NotFinite(
+            failure = NotFinite(
                 f"weights: expected finite numbers, got NaN or infinity on rank {int(np.argmin(finite))} "
                 f"after step {lockstep.steps} of {scheme.name}"
             )
+            failure.losses = lockstep.losses
+            raise failure
     learning = lockstep.learning()
     memory = {s.key: _memory(s, lockstep.memory_faults.get(s.key, "")) for s in trained}
     traffic = {s.key: _traffic(s, lockstep.traffic_faults.get(s.key, ""), hosts) for s in trained}
@@ -147,6 +149,7 @@ def run_on(
     part = comm.split(0 if comm.rank < size else None)
     result: dict[str, Any] = {"verdicts": []}
     failure, words = "", ""
+    losses: dict[str, list[float]] = {}
     with comm.root_works():
         if part is not None:
             try:
@@ -154,10 +157,15 @@ def run_on(
             except (SharedMistake, NotFinite) as error:
                 # All that took part raise it; those that sleep have to be told.
                 failure, words = type(error).__name__, f"N = {size}: {error}"
+                losses = getattr(error, "losses", {})
             part.free()
-    failure, words, verdicts = comm.allgather_object([failure, words, result["verdicts"]])[0]
+    failure, words, losses, verdicts = comm.allgather_object([failure, words, losses, result["verdicts"]])[0]
+    if failure == "NotFinite":
+        reached = NotFinite(words)
+        reached.losses = losses
+        raise reached
     if failure:
-        raise (NotFinite if failure == "NotFinite" else SharedMistake)(words)
+        raise SharedMistake(words)
     return {**result, "verdicts": verdicts}
 
 
@@ -260,7 +268,11 @@ class _Lockstep:
         self.steps += 1
         mine = batches[self.comm.rank]
         for scheme in self.trained:
-            self.losses[scheme.key].append(scheme.step(*mine))
+            try:
+                self.losses[scheme.key].append(scheme.step(*mine))
+            except NotFinite as error:
+                error.losses = {key: losses[: self.steps - 1] for key, losses in self.losses.items()}
+                raise
             self.norms[scheme.key].append(scheme.grad_norm)
             if scheme.skipped:
                 self.skipped[scheme.key].append((self.steps, scheme.skipped))
@@ -301,7 +313,7 @@ class _Lockstep:
         trouble = [
             self.steps in self.partings[s.key]
             or self.steps in self.replica_steps[s.key]
-            or self.steps in self.reference_partings.get(s.key, {})
+            or self.steps in self.reference_partings.get(self.partners[s.key].key, {})
             for s in self.trained
         ]
         anywhere = self.comm.allgather_array(np.array(trouble, np.uint8)).max(axis=0)
@@ -435,9 +447,10 @@ def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Ver
         for row in schemes.values()
         if row["identical_steps"] != steps
     ]
-    same = f"{len(schemes)} schemes hold the same bits after each of {steps} steps, on every rank"
+    each = "the step" if steps == 1 else f"each of {steps} steps"
+    same = f"{len(schemes)} schemes hold the same bits after {each}, on every rank"
     if len(schemes) == 1:
-        same = f"all ranks hold the same bits after each of {steps} steps"
+        same = f"all ranks hold the same bits after {each}"
     elif len(families) > 1:
         names = [" and ".join(row["name"] for row in rows) for rows in families.values()]
         apart = max(
@@ -447,7 +460,7 @@ def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Ver
         )
         if apart:
             same = (
-                f"the same bits after each of {steps} steps, on every rank, among "
+                f"the same bits after {each}, on every rank, among "
                 f"{'; among '.join(names)}. Apart by up to {apart:.3g}, by rounding: one adds up "
                 "micro-batches, then ranks; the other ranks, then micro-batches (--reduce-every makes one of "
                 "them)"
@@ -474,9 +487,9 @@ def _reference_verdict(learning: dict[str, Any], settings: Settings) -> Verdict:
         for key, replay in replays.items()
         if replay["identical_steps"] != steps
     ]
+    every = "the step" if steps == 1 else f"all {steps} steps"
     same = (
-        f"the replay in one process, in the order of {settings.reducer.name}, gives the same bits in all "
-        f"{steps} steps"
+        f"the replay in one process, in the order of {settings.reducer.name}, gives the same bits in {every}"
     )
     return Verdict("reference", not parted, "; ".join(parted) or same)
 

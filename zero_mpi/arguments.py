@@ -1,0 +1,96 @@
+"""Arguments: the kinds of values that commands take, and a parser that raises instead of ending the process.
+
+Not for: any command's own options.
+"""
+
+import argparse
+from typing import NoReturn
+
+from .training import LossScale
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are ValueErrors: one rank speaks for all, and in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def positive_int(text: str) -> int:
+    """Return a whole number of at least 1."""
+    return _whole(text, least=1)
+
+
+def seed_int(text: str) -> int:
+    """Return a whole number of at least 0."""
+    return _whole(text, least=0)
+
+
+def _whole(text: str, least: int) -> int:
+    # Plain digits: Python's int also takes 1_0, and digits of other scripts. Its length is limited, too.
+    plain = text.isascii() and text.isdigit() and len(text) <= 10
+    if not plain or not least <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from {least} to 2147483647, got {_shown(text)}"
+        )
+    return int(text)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def positive_float(text: str) -> float:
+    """Return a finite number above 0."""
+    try:
+        value = 0.0 if "_" in text else float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {_shown(text)}")
+    return value
+
+
+def fraction(text: str) -> float:
+    """Return a number of at least 0 and below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, got {text!r}")
+    return value
+
+
+def loss_scale(text: str) -> LossScale | None:
+    """Return what --loss-scale asks for."""
+    if text == "none":
+        return None
+    if text == "dynamic":
+        return LossScale()
+    try:
+        return LossScale(initial=positive_float(text), dynamic=False)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"expected dynamic, none or a finite number above 0, got {text!r}"
+        ) from None
+
+
+def units(text: str) -> tuple[int, ...]:
+    """Return numbers of units, in rising order, each once, from a list such as 0,2."""
+    return tuple(sorted({seed_int(part.strip()) for part in text.split(",")}))
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Return the widths of an MLP, from a list such as 64,128,10."""
+    dims = tuple(positive_int(part.strip()) for part in text.split(","))
+    if len(dims) < 2:
+        raise argparse.ArgumentTypeError(
+            f"expected at least two widths, such as 64,128,10, got {_shown(text)}"
+        )
+    return dims
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Return numbers of ranks, in rising order, each once, from a list such as 1,2,4."""
+    return tuple(sorted({positive_int(part.strip()) for part in text.split(",")}))

@@ -1,0 +1,106 @@
+"""Compare: the command that holds two certificates against each other.
+
+Not for: what a certificate is (certificate.py).
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from . import report
+from .arguments import Parser
+from .certificate import Comparison, compare, read, settings_that_differ
+from .comm import Communicator
+
+# Settings under which other bits are no mistake, and why.
+EXPLAIN = {
+    "ranks": "another number of ranks cuts and sums differently",
+    "reduction": "another order of summation",
+    "reduce_every": "another order of accumulation",
+    "accumulate": "another order of accumulation",
+    "precision": "other dtypes at rest",
+    "params_dtype": "other dtypes at rest",
+    "grads_dtype": "other dtypes at rest",
+    "reduce_dtype": "another dtype on the wire",
+    "training": "another optimizer or another schedule",
+    "seed": "other batches",
+    "data": "other batches",
+    "batch": "other batches",
+    "init_seed": "other initial weights",
+    "inject": "a mistake made on purpose",
+    "blas": "another BLAS may round a product otherwise",
+    "numpy": "another numpy may round otherwise",
+    "blas_threads": "another number of threads may cut a product otherwise",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    p = Parser(
+        prog="python -m zero_mpi compare",
+        usage="python -m zero_mpi compare A.json B.json",
+        description="Compare two certificates that runs wrote with --certificate: of other schemes,\n"
+        "numbers of ranks or MPI libraries too, as far as they can be compared. Exit code 0\n"
+        "if all that could be is the same, 1 if they part, 2 if there is nothing to compare.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument("first", metavar="A.json")
+    p.add_argument("second", metavar="B.json")
+    return p
+
+
+def main(comm: Communicator, argv: Sequence[str]) -> int:
+    """Run the command; rank 0 reads and speaks. Collective."""
+    code = 0
+    with comm.together():
+        args = parser().parse_args(argv)
+        if comm.rank == 0:
+            first, second = read(args.first), read(args.second)
+            found = compare(first, second)
+            differ = settings_that_differ(first, second)
+            wrong = report.say(lines(args.first, args.second, found, differ))
+            code = 1 if any(c.cause for c in found) else 0
+            if wrong:
+                raise ValueError(f"cannot be written: {wrong}")
+    return int(comm.allgather_scalar(code, np.int64)[0])
+
+
+def lines(
+    first: str, second: str, found: Sequence[Comparison], differ: Sequence[tuple[str, Any, Any]]
+) -> list[str]:
+    """Return the comparison as it is printed."""
+    out = [f"A {first}", f"B {second}", ""]
+    if differ:
+        out += ["Settings that differ", *report.table([["", "A", "B"], *map(_row, differ)], left=3), ""]
+    rows = [["A", "B", "same steps", "part first", "class"]]
+    for c in found:
+        same = f"{c.same_steps} of {c.steps}"
+        rows.append([c.first, c.second, same, _where(c), c.cause or "-"])
+    out += ["Chains of digests", *report.table(rows, left=5), ""]
+    for text in dict.fromkeys(text for c in found for text in c.not_compared):
+        out += report.wrapped("  not compared: ", text)
+    if any(c.cause for c in found):
+        reasons = dict.fromkeys(EXPLAIN[name] for name, _, _ in differ if name in EXPLAIN)
+        text = "nothing in the settings explains it; "
+        if reasons:
+            text = f"of the settings, these may: {'; '.join(reasons)}. "
+        text += "Digests show no element: run both with --scheme all for that, and for the cause."
+        out += report.wrapped("  ", text[0].upper() + text[1:])
+    else:
+        out += report.wrapped("  ", "The same bits wherever both could be compared.")
+    return out
+
+
+def _row(setting: tuple[str, Any, Any]) -> list[str]:
+    name, one, other = setting
+    return [name, *(text if len(text) <= 26 else f"{text[:23]}..." for text in (str(one), str(other)))]
+
+
+def _where(c: Comparison) -> str:
+    if not c.cause:
+        return "nowhere"
+    unit = "" if c.unit is None else f", unit {c.unit}"
+    return f"step {c.step}, {c.phase}{unit}"

@@ -1,0 +1,65 @@
+"""Whether a run can fit: the bytes it surely needs against the memory of the hosts it runs on.
+
+Not for: what a run really takes; that is more, and is measured (memory.py).
+"""
+
+import os
+from collections.abc import Sequence
+
+from . import formulas
+from .precision import dtype_of
+from .run import Settings
+from .schemes import SCHEMES, Scheme
+
+
+def physical_bytes() -> int:
+    """Return the bytes of memory this host has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def least_bytes(
+    settings: Settings, schemes: Sequence[type[Scheme]], size: int, batch_bytes: int
+) -> tuple[int, int]:
+    """Return the least bytes of each of `size` ranks, and of the replay that rank 0 adds.
+
+    That is the three bands of all schemes, which are trained side by side, one unit's gradient, and what the
+    caller says of the batch; the replay keeps weights, two moments and a gradient of each rank.
+    """
+    p, units, job = settings.precision, settings.model.units, settings.training
+    n_params = sum(units)
+    params, grads, reduce, gather = (
+        dtype_of(name).itemsize for name in (p.params, p.grads, p.reduce, p.gather)
+    )
+    slots = len(settings.optimizer.slots) + p.master
+    items = formulas.Itemsizes(params, grads, 4 * slots, reduce, gather)
+    work = formulas.Workload(tuple(units), items, size, job.accumulate, job.reduce_every, tuple(job.freeze))
+    bands = sum(formulas.bytes_per_param(SCHEMES[S], work) for S in schemes)
+    rank = int(bands * n_params) + 4 * max(units) + batch_bytes
+    replay = (12 + size * grads) * n_params if settings.reference else 0
+    return rank, replay
+
+
+def refuse_what_cannot_fit(
+    settings: Settings,
+    schemes: Sequence[type[Scheme]],
+    hosts: Sequence[str],
+    rank: int,
+    batch_bytes: int,
+    have_bytes: int,
+) -> None:
+    """Raise ValueError if the run needs more memory than the host of `rank` has. Local.
+
+    Parameters
+    ----------
+    hosts : of each rank of the job; the run takes as many as its ranks are. have_bytes : of this host.
+    """
+    here = sum(host == hosts[rank] for host in hosts)
+    each, replay = least_bytes(settings, schemes, len(hosts), batch_bytes)
+    needed = here * each + (replay if hosts[0] == hosts[rank] else 0)
+    if needed > have_bytes:
+        ranks = "1 rank" if here == 1 else f"{here} ranks"
+        raise ValueError(
+            f"memory: expected a run that fits into the {have_bytes} B of host {hosts[rank]}, "
+            f"got one that needs at least {needed} B there, for {ranks}; "
+            "take smaller --dims or --batch, more hosts, one --scheme, or --no-reference"
+        )

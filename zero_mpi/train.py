@@ -1,0 +1,405 @@
+"""Train: the command that trains schemes side by side and prints the evidence of both checks.
+
+Not for: running (run.py) or judging (checks.py); here arguments become settings, and results a report.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import __version__, certificate, report
+from .arguments import (
+    Parser,
+    fraction,
+    loss_scale,
+    positive_float,
+    positive_int,
+    seed_int,
+    sizes,
+    units,
+    widths,
+)
+from .comm import Communicator
+from .data import Batch, Data, FileRows, SeedStream, load_npz
+from .engine import NotFinite
+from .fit import physical_bytes, refuse_what_cannot_fit
+from .injection import FAULTS
+from .model import MLP
+from .optim import SGD, Adam, Optimizer
+from .precision import PRECISIONS, WIRE_DTYPES, Precision
+from .reducers import REDUCERS
+from .run import Settings, run_on
+from .schemes import DP, SCHEMES, Scheme
+from .training import Schedule, Training
+
+EXAMPLES = """\
+examples:
+  mpiexec -n 8 python -m zero_mpi --scheme all
+  mpiexec -n 4 python -m zero_mpi --scheme zero3 --dims 99,50,9 --json out.json
+  mpiexec -n 4 python -m zero_mpi --data digits.npz --dims 64,128,10 --epochs 3
+other commands, each with a --help of its own:
+  bench (rings against the MPI library), orders (of summation), faults (made on
+  purpose), compare A.json B.json (two certificates)
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    keys = [S.key for S in SCHEMES]
+    p = Parser(
+        prog="python -m zero_mpi",
+        usage="mpiexec -n N python -m zero_mpi [options]",
+        description="Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks;\n"
+        "check that they learn the same bits, and count the bytes each holds and sends.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "--scheme",
+        default="all",
+        choices=["all", *keys],
+        help="all (default), or one, which runs beside data parallel",
+    )
+    p.add_argument(
+        "--dims", type=widths, default=(64, 128, 128, 64), help="widths of the MLP [64,128,128,64]"
+    )
+    p.add_argument("--steps", type=positive_int, help="steps to train [10, or all of --data]")
+    p.add_argument("--batch", type=positive_int, default=8, help="rows of each rank's batch [8]")
+    p.add_argument("--data", metavar="FILE", help="train on rows of x and y in an .npz file")
+    p.add_argument("--epochs", type=positive_int, help="passes over --data [1]")
+    p.add_argument("--last-batch", choices=["drop", "keep"], default="drop", help="if incomplete [drop]")
+    p.add_argument("--accumulate", type=positive_int, default=1, metavar="K", help="micro-batches a step [1]")
+    p.add_argument("--reduce-every", choices=["step", "micro-batch"], help="[as each scheme does]")
+    p.add_argument("--optimizer", choices=["adam", "adamw", "sgd"], default="adam", help="[adam]")
+    p.add_argument("--lr", type=positive_float, default=1e-2, help="learning rate [0.01]")
+    p.add_argument("--weight-decay", type=positive_float, help="of adamw; not of biases [0.01]")
+    p.add_argument("--momentum", type=fraction, help="of sgd [0]")
+    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="of lr [constant]")
+    p.add_argument("--warmup", type=seed_int, default=0, metavar="T", help="updates to full lr [0]")
+    p.add_argument("--clip-norm", type=positive_float, metavar="X", help="limit of the gradient's norm")
+    p.add_argument("--loss-scale", type=loss_scale, metavar="X", help="dynamic, a number, or none [none]")
+    p.add_argument("--freeze", type=units, default=(), metavar="U,U,...", help="units not to train")
+    p.add_argument("--seed", type=seed_int, default=7, help="of batches and shuffling [7]")
+    p.add_argument("--init-seed", type=seed_int, default=0, help="of the initial weights [0]")
+    p.add_argument("--precision", choices=list(PRECISIONS), default="mixed", help="of storage [mixed]")
+    p.add_argument("--reduce-dtype", choices=WIRE_DTYPES, default="float32", help="of gradients on the wire")
+    p.add_argument("--grad-dtype", choices=WIRE_DTYPES, help="of gradients at rest [the parameters']")
+    p.add_argument("--reduction", choices=list(REDUCERS), default="ring", help="order of summation [ring]")
+    p.add_argument("--gather-dtype", choices=WIRE_DTYPES, default="float32", help="of parameters on the wire")
+    p.add_argument("--no-reference", action="store_true", help="leave out the replay on rank 0")
+    p.add_argument("--no-check", action="store_true", help="run --scheme alone: no partner, no replay")
+    p.add_argument("--audit-memory", action="store_true", help="look for arrays outside the ledger")
+    p.add_argument("--json", metavar="FILE", help="write all evidence to FILE")
+    p.add_argument("--certificate", metavar="FILE", help="write digests of each step, for `compare`")
+    p.add_argument("--certificate-every", type=positive_int, metavar="T", help="steps between digests [1]")
+    p.add_argument("--inject", choices=list(FAULTS), metavar="FAULT", help="make a known mistake; see faults")
+    p.add_argument("--sweep", type=sizes, metavar="N,N,...", help="run on each of these numbers of ranks")
+    p.add_argument("--quiet", action="store_true", help="print only the verdicts")
+    p.add_argument("--version", action="version", version=f"zero_mpi {__version__}")
+    return p
+
+
+def main(comm: Communicator, argv: Sequence[str]) -> int:
+    """Run the command on every rank; return the exit code: 0 all checks hold, 1 one fails.
+
+    Raises
+    ------
+    SharedMistake : a mistake in what was asked.
+    """
+    hosts = comm.hosts()
+    with comm.together():
+        args = parser().parse_args(argv)
+        plans = _plans(args, comm.size)
+        for n, plan in plans.items():
+            if comm.rank < n:
+                _refuse_what_cannot_fit(args, plan, hosts[:n], comm.rank)
+    comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
+    comm.agree(**{f"rows of --data ({args.data})": plans[max(plans)].settings.data.fingerprint()})
+    return _train(comm, args, plans, _targets(comm, args))
+
+
+class _Targets(NamedTuple):
+    """Where files go, on rank 0; None for those that were not asked for."""
+
+    json: report.JsonFile | None
+    certificate: report.JsonFile | None
+
+
+def _targets(comm: Communicator, args: argparse.Namespace) -> _Targets:
+    with comm.together():
+        if comm.rank != 0:
+            found = _Targets(None, None)
+        else:
+            found = _Targets(
+                report.JsonFile(args.json) if args.json is not None else None,
+                report.JsonFile(args.certificate, "--certificate") if args.certificate is not None else None,
+            )
+    return found
+
+
+def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan"], targets: _Targets) -> int:
+    """Run each plan on its number of ranks, report, and return the exit code."""
+    environment = _environment(comm)
+    said = plans[max(plans)].said
+    wrong: list[str] = []
+    if comm.rank == 0 and not args.quiet:
+        wrong.append(report.say(report.header(said, environment, args.sweep)))
+    results: dict[int, dict[str, Any]] = {}
+    evidence: dict[str, Any] = {}
+    failure = ""
+    try:
+        for size, plan in plans.items():
+            results[size] = run_on(comm, size, plan.settings, _schemes(args))
+        if not args.sweep:
+            evidence = results[comm.size]
+    except NotFinite as error:
+        failure = str(error)
+        evidence = {"failure": failure, "losses": error.losses}
+    if args.sweep:
+        evidence["sweep"] = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
+    holds = all(v["holds"] is not False for result in results.values() for v in result["verdicts"])
+    code = 0 if holds and not failure else 1
+    if comm.rank == 0:
+        # The file first: what it holds must not depend on a terminal.
+        chains = evidence.pop("certificate", None)
+        if targets.json is not None:
+            wrong.append(
+                targets.json.write(
+                    {
+                        "schema": report.SCHEMA,
+                        "settings": said,
+                        "environment": environment,
+                        **evidence,
+                        "exit_code": code,
+                    }
+                )
+            )
+        if targets.certificate is not None and chains is not None:
+            document = certificate.document(chains, {**said, **environment})
+            wrong.append(targets.certificate.write(document))
+        if not failure:
+            wrong.append(report.say(report.result_lines(results, args.quiet)))
+        elif not args.quiet:
+            # Tables of some of the schemes or sizes would look like the whole.
+            wrong.append(report.say(report.losses_so_far(evidence["losses"])))
+        if failure:
+            report.complain(failure)
+        if any(wrong):
+            report.complain("cannot be written: " + "; ".join(w for w in dict.fromkeys(wrong) if w))
+            code = code or 2
+    return int(comm.allgather_scalar(code, np.int64)[0])
+
+
+class _Plan(NamedTuple):
+    """The settings of a run, and the same as reports say them."""
+
+    settings: Settings
+    said: dict[str, Any]
+
+
+def _plans(args: argparse.Namespace, size: int) -> dict[int, _Plan]:
+    """Return what to run on how many ranks. Local."""
+    for n in args.sweep or ():
+        if n > size:
+            raise ValueError(f"--sweep: expected sizes up to the job's {size} ranks, got {n}")
+    rows = load_npz(args.data, args.dims[0], args.dims[-1]) if args.data is not None else None
+    return {n: _plan(args, n, rows) for n in args.sweep or (size,)}
+
+
+def _refuse_what_cannot_fit(args: argparse.Namespace, plan: "_Plan", hosts: list[str], rank: int) -> None:
+    """Raise ValueError if a run on the ranks of `hosts` surely needs more memory than they have. Local."""
+    # The activations that backward needs; and every rank draws the rows of all from the seed's stream.
+    columns = sum(args.dims)
+    if args.data is None:
+        columns += len(hosts) * (args.dims[0] + args.dims[-1])
+    refuse_what_cannot_fit(
+        plan.settings, _schemes(args), hosts, rank, 4 * args.batch * columns, physical_bytes()
+    )
+
+
+def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
+    chosen = [S for S in SCHEMES if args.scheme in ("all", S.key)]
+    # "Identical" needs a partner.
+    if DP not in chosen and not args.no_check:
+        chosen.insert(0, DP)
+    return chosen
+
+
+def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> _Plan:
+    """Return the plan for `size` ranks. Local."""
+    if args.certificate_every is not None and args.certificate is None:
+        raise ValueError("--certificate-every: expected --certificate FILE beside it")
+    if args.certificate is not None and args.sweep:
+        raise ValueError("--certificate: expected one number of ranks, got --sweep")
+    model = MLP(args.dims)
+    precision = Precision.named(args.precision, args.reduce_dtype, args.gather_dtype, args.grad_dtype)
+    optimizer = _optimizer(args)
+    data, text, steps = _data(args, size, rows)
+    training = Training(
+        accumulate=args.accumulate,
+        reduce_every=args.reduce_every,
+        clip_norm=args.clip_norm,
+        loss_scale=args.loss_scale,
+        schedule=Schedule(args.schedule, args.warmup, steps),
+        freeze=args.freeze,
+    )
+    training.check_units(len(model.units))
+    reducer = REDUCERS[args.reduction]
+    if reducer.held_to is None and args.reduce_dtype not in ("float32", "float64"):
+        raise ValueError(
+            f"--reduction library: expected a reduce dtype that MPI can sum, float32 or float64, "
+            f"got {args.reduce_dtype}"
+        )
+    settings = Settings(
+        model=model,
+        data=data,
+        precision=precision,
+        optimizer=optimizer,
+        training=training,
+        init_seed=args.init_seed,
+        steps=steps,
+        reducer=reducer,
+        check=not args.no_check,
+        reference=not (args.no_reference or args.no_check),
+        audit_memory=args.audit_memory,
+        certificate_every=(args.certificate_every or 1) if args.certificate is not None else None,
+        fault=FAULTS[args.inject] if args.inject else None,
+        faulty=FAULTS[args.inject].schemes if args.inject else (),
+    )
+    said = {
+        "scheme": args.scheme,
+        "model": model.describe(),
+        "n_params": model.n_params,
+        "units": len(model.units),
+        "unit_numels": model.units,
+        "data": text,
+        "steps": steps,
+        "batch": args.batch,
+        "training": _training_words(args, steps, optimizer, training),
+        "lr": args.lr,
+        "accumulate": training.accumulate,
+        "reduce_every": training.reduce_every or "as each scheme does",
+        "clip_norm": training.clip_norm,
+        "loss_scale": "none" if training.loss_scale is None else training.loss_scale.describe(),
+        "schedule": args.schedule,
+        "warmup": args.warmup,
+        "freeze": list(training.freeze),
+        "seed": args.seed,
+        "init_seed": args.init_seed,
+        "precision": precision.name,
+        "params_dtype": precision.params,
+        "grads_dtype": precision.grads,
+        "reduce_dtype": precision.reduce,
+        "gather_dtype": precision.gather,
+        "reduction": reducer.name,
+        "inject": args.inject,
+        "check": settings.check,
+        "reference": settings.reference,
+    }
+    return _Plan(settings, said)
+
+
+def _optimizer(args: argparse.Namespace) -> Optimizer:
+    """Return the optimizer that was asked for. Local."""
+    if args.weight_decay is not None and args.optimizer != "adamw":
+        raise ValueError(f"--weight-decay: expected --optimizer adamw beside it, got {args.optimizer}")
+    if args.momentum is not None and args.optimizer != "sgd":
+        raise ValueError(f"--momentum: expected --optimizer sgd beside it, got {args.optimizer}")
+    if args.optimizer == "sgd":
+        return SGD(lr=args.lr, momentum=args.momentum or 0.0)
+    if args.optimizer == "adamw":
+        return Adam(lr=args.lr, weight_decay=0.01 if args.weight_decay is None else args.weight_decay)
+    return Adam(lr=args.lr)
+
+
+def _training_words(
+    args: argparse.Namespace, steps: int, optimizer: Optimizer, training: Training
+) -> list[str]:
+    """Return how a step is made, for the header of a run."""
+    words = [f"{steps} steps, {args.batch} rows a rank and step", optimizer.describe()]
+    if training.accumulate > 1:
+        words[0] = f"{steps} steps of {training.accumulate} micro-batches of {args.batch} rows a rank"
+        words.append(f"gradients reduced {_WHEN[training.reduce_every]}")
+    if args.schedule != "constant" or args.warmup:
+        words.append(f"{args.schedule} lr after {args.warmup} updates of warm-up")
+    if training.clip_norm is not None:
+        words.append(f"gradient clipped to norm {training.clip_norm:g}")
+    if training.loss_scale is not None:
+        words.append(f"loss scale {training.loss_scale.describe()}")
+    if training.freeze:
+        words.append(f"frozen units {', '.join(map(str, training.freeze))}")
+    return words
+
+
+_WHEN = {None: "as each scheme does", "step": "once a step", "micro-batch": "every micro-batch"}
+
+
+def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> tuple[Data, str, int]:
+    """Return where batches come from, the words for it, and the most steps to take. Local."""
+    if rows is None:
+        if args.epochs is not None:
+            raise ValueError("--epochs: expected --data FILE beside it; without, use --steps")
+        steps = 10 if args.steps is None else args.steps
+        if args.last_batch != "drop":
+            raise ValueError("--last-batch: expected --data FILE beside it; the random stream has no end")
+        stream = SeedStream(args.seed, args.batch, args.dims[0], args.dims[-1], args.accumulate)
+        return stream, f"random normal, seed {args.seed}", steps
+    (x, y), note = rows
+    epochs = args.epochs or 1
+    data = FileRows(
+        x,
+        y,
+        seed=args.seed,
+        rows=args.batch,
+        epochs=epochs,
+        accumulate=args.accumulate,
+        keep_last=args.last_batch == "keep",
+    )
+    per_epoch, left = data.steps_per_epoch(size), data.left_rows(size)
+    if per_epoch == 0:
+        micro = f" x {args.accumulate}" if args.accumulate > 1 else ""
+        raise ValueError(
+            f"{args.data}: expected at least {data.global_rows(size)} rows, a global batch of "
+            f"{size}{micro} x {args.batch}, got {len(x)}"
+        )
+    steps = per_epoch * epochs if args.steps is None else min(args.steps, per_epoch * epochs)
+    text = f"{os.path.basename(args.data)}: {report.counted(len(x), 'row')}, "
+    text += f"{report.counted(per_epoch, 'step')} an epoch, "
+    text += f"shuffled by seed {args.seed}"
+    if left:
+        rows_left = "the last row" if left == 1 else f"the last {left} rows"
+        fate = f"{'is' if left == 1 else 'are'} {'kept' if data.keep_last else 'dropped'}"
+        text += f"; {rows_left} of an epoch, an incomplete global batch, {fate}"
+    if note:
+        text += f"; converted: {note}"
+    return data, text, steps
+
+
+def _environment(comm: Communicator) -> dict[str, Any]:
+    """Return where the job runs. Collective."""
+    hosts = comm.hosts()
+    config: Any = np.show_config(mode="dicts")
+    # A numpy built without BLAS has less to say.
+    blas = config.get("Build Dependencies", {}).get("blas", {})
+    threads = next(
+        (os.environ[n] for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if n in os.environ), ""
+    )
+    return {
+        "zero_mpi": __version__,
+        "ranks": comm.size,
+        "hosts": len(set(hosts)),
+        "ranks_per_host": _runs([hosts.count(host) for host in dict.fromkeys(hosts)]),
+        "mpi": comm.transport.describe(),
+        "numpy": np.__version__,
+        "blas": f"{blas.get('name', 'unknown BLAS')} {blas.get('version', '')}".strip(),
+        "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
+    }
+
+
+def _runs(counts: list[int]) -> str:
+    """Return numbers as text, equal ones said once: "4 each" or "4, 4, 2"."""
+    return f"{counts[0]} each" if len(set(counts)) == 1 else ", ".join(map(str, counts))
