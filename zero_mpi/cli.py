@@ -163,9 +163,18 @@ def main(argv: Sequence[str]) -> int:
 
 def _answer(asked: str) -> int:
     """Print the help or the version, from one process. Local."""
-    if launched_rank() == 0:
-        report.say([f"zero_mpi {__version__}" if asked == "--version" else parser().format_help().rstrip()])
-    return HOLDS
+    if launched_rank() > 0:
+        return HOLDS
+    text = f"zero_mpi {__version__}" if asked == "--version" else parser().format_help().rstrip()
+    return MISTAKE if _complain_of([report.say([text])]) else HOLDS
+
+
+def _complain_of(wrong: Sequence[str]) -> bool:
+    """Say in one line what could not be written, if anything; return whether there was any. Local."""
+    said = "; ".join(w for w in dict.fromkeys(wrong) if w)
+    if said:
+        report.complain(f"cannot be written: {said}")
+    return bool(said)
 
 
 def _main(comm: Communicator, argv: Sequence[str], asked: str) -> int:
@@ -225,13 +234,13 @@ def _train(
             )
         if not failure:
             wrong.append(report.say(report.result_lines(results, args.quiet)))
-        elif not args.quiet:
+        else:
             # Tables of some of the schemes or sizes would look like the whole.
-            wrong.append(report.say(report.losses_so_far(evidence["losses"])))
-        if failure:
+            lines = report.losses_so_far(evidence["losses"])
+            if lines and not args.quiet:
+                wrong.append(report.say(lines))
             report.complain(failure)
-        if any(wrong):
-            report.complain("cannot be written: " + "; ".join(w for w in dict.fromkeys(wrong) if w))
+        if _complain_of(wrong):
             code = code or MISTAKE
     return int(comm.allgather_scalar(code, np.int64)[0])
 

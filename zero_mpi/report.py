@@ -314,9 +314,10 @@ class JsonFile:
             os.chmod(part, self._mode)
             os.replace(part, self.path)
         except OSError as error:
+            return f"--json {self.path}: {error.strerror}"
+        finally:
             if part:
                 self._remove(part)
-            return f"--json {self.path}: {error.strerror}"
         return ""
 
     def _begin(self) -> str:
@@ -329,6 +330,7 @@ class JsonFile:
         return part
 
     def _remove(self, part: str) -> None:
+        # Gone where it was put in place.
         with suppress(OSError):
             os.remove(part)
 
