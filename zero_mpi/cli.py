@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _answer(command: Command, asked: str) -> int:
     """Print the help or the version, from one process. Local."""
-    if launched_rank() == 0:
-        text = f"zero_mpi {__version__}" if asked == "--version" else command.parser().format_help().rstrip()
-        report.say([text])
-    return 0
+    if launched_rank() > 0:
+        return 0
+    text = f"zero_mpi {__version__}" if asked == "--version" else command.parser().format_help().rstrip()
+    return MISTAKE if report.complain_of([report.say([text])]) else 0

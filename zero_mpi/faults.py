@@ -172,10 +172,8 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
     code = 0 if all(o.caught for o in outcomes) else 1
     if comm.rank == 0:
         evidence = {"ranks": comm.size, "faults": [o._asdict() for o in outcomes], "exit_code": code}
-        wrong = target.write({"schema": SCHEMA, **evidence}) if target is not None else ""
-        wrong = report.say(lines(outcomes, comm.size)) or wrong
-        if wrong:
-            report.complain(f"cannot be written: {wrong}")
+        wrong = [target.write({"schema": SCHEMA, **evidence})] if target is not None else []
+        if report.complain_of([*wrong, report.say(lines(outcomes, comm.size))]):
             code = code or 2
     return int(comm.allgather_scalar(code, np.int64)[0])
 

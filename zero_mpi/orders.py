@@ -199,10 +199,8 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
         }
         settings = {name: value for name, value in vars(args).items() if name != "json"}
         document = {"schema": SCHEMA, "settings": settings, **evidence, "exit_code": code}
-        wrong = target.write(document) if target is not None else ""
-        wrong = report.say(lines(args, results)) or wrong
-        if wrong:
-            report.complain(f"cannot be written: {wrong}")
+        wrong = [target.write(document)] if target is not None else []
+        if report.complain_of([*wrong, report.say(lines(args, results))]):
             code = code or 2
     return int(comm.allgather_scalar(code, np.int64)[0])
 

@@ -409,9 +409,10 @@ class JsonFile:
             os.chmod(part, self._mode)
             os.replace(part, self.path)
         except OSError as error:
+            return f"{self._option} {self.path}: {error.strerror}"
+        finally:
             if part:
                 self._remove(part)
-            return f"{self._option} {self.path}: {error.strerror}"
         return ""
 
     def _begin(self) -> str:
@@ -424,6 +425,7 @@ class JsonFile:
         return part
 
     def _remove(self, part: str) -> None:
+        # Gone where it was put in place.
         with suppress(OSError):
             os.remove(part)
 
@@ -440,6 +442,14 @@ def say(lines: Sequence[str]) -> str:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return "" if isinstance(error, BrokenPipeError) else f"standard output: {error.strerror}"
     return ""
+
+
+def complain_of(wrong: Sequence[str]) -> bool:
+    """Say in one line what could not be written, if anything; return whether there was any."""
+    said = "; ".join(w for w in dict.fromkeys(wrong) if w)
+    if said:
+        complain(f"cannot be written: {said}")
+    return bool(said)
 
 
 def complain(message: str) -> None:

@@ -183,13 +183,13 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
             wrong.append(targets.certificate.write(document))
         if not failure:
             wrong.append(report.say(report.result_lines(results, args.quiet)))
-        elif not args.quiet:
+        else:
             # Tables of some of the schemes or sizes would look like the whole.
-            wrong.append(report.say(report.losses_so_far(evidence["losses"])))
-        if failure:
+            lines = report.losses_so_far(evidence["losses"])
+            if lines and not args.quiet:
+                wrong.append(report.say(lines))
             report.complain(failure)
-        if any(wrong):
-            report.complain("cannot be written: " + "; ".join(w for w in dict.fromkeys(wrong) if w))
+        if report.complain_of(wrong):
             code = code or 2
     return int(comm.allgather_scalar(code, np.int64)[0])
 
