@@ -41,8 +41,8 @@ def test_the_table_has_a_row_for_each_model_and_scheme(bench, tmp_path):
         )
 
 
-def test_the_profile_gives_shares_that_add_up(bench):
-    job = bench(*SMALL, "--profile")
+def test_the_profile_gives_shares_that_add_up(bench, tmp_path):
+    job = bench(*SMALL, "--profile", "--json", tmp_path / "parts.json")
     assert job.code == 0, job.err
     lines = job.out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -52,7 +52,9 @@ def test_the_profile_gives_shares_that_add_up(bench):
         needed, rest = row[15:].split("|")
         *parts, together = map(int, needed.split()[1:])
         assert abs(sum(parts) - together) <= 2 and abs(together + sum(map(int, rest.split())) - 100) <= 4
-        assert parts[0] > 0 and parts[2] > 0
+    for one in json.loads((tmp_path / "parts.json").read_text())["results"]:
+        for ms in one["parts_ms"].values():
+            assert [part for part, value in ms.items() if not value] == ["MPI"] * (one["ranks"] == 1)
 
 
 @pytest.mark.parametrize(
