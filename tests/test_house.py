@@ -57,7 +57,7 @@ ALLOWED = {
         "schemes.zero3",
     },
     "reference": {"data", "memory", "model", "optim", "precision", "training"},
-    "checks": {"__init__", "comm", "data", "digest", "formulas", "optim", "precision", "schemes"},
+    "checks": {"__init__", "comm", "data", "digest", "formulas", "precision", "schemes", "schemes.base"},
     "parting": {"comm", "precision", "reference", "schemes"},
     "run": {
         "__init__",

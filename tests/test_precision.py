@@ -5,7 +5,7 @@ import builtins
 import numpy as np
 import pytest
 
-from zero_mpi.precision import PIECE, Precision, dtype_of, holds, round_through
+from zero_mpi.precision import PIECE, Precision, all_finite, dtype_of, holds, round_through
 
 
 def test_holding_is_exact():
@@ -62,3 +62,15 @@ def test_rounding_in_place():
     expected = x.astype(np.float16).astype(np.float32)
     round_through(x, x, np.dtype(np.float16))
     assert np.array_equal(x, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("size", [1, 33, PIECE + 3])
+def test_one_element_that_is_not_finite_is_found_and_large_ones_are_not(size, dtype):
+    largest = np.finfo(dtype).max
+    for place in {0, size // 2, size - 1}:
+        x = np.random.default_rng(0).standard_normal(size).astype(dtype)
+        for value in (largest, -largest, dtype_of(dtype).type("nan"), np.inf, -np.inf):
+            x[place] = value
+            assert all_finite(x) == bool(abs(value) <= largest)
+    assert all_finite(np.full(size, largest, dtype)) and all_finite(np.empty(0, dtype))

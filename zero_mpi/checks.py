@@ -13,9 +13,9 @@ from . import formulas
 from .comm import Communicator
 from .data import MicroBatches
 from .digest import digest
-from .optim import PIECE
 from .precision import all_finite, convert, dtype_of
 from .schemes import Scheme
+from .schemes.base import NORM_PIECE
 
 
 class Verdict(NamedTuple):
@@ -225,7 +225,7 @@ def memory_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
     # Not the scheme's: what the optimizer and the norm work in, and what the model saves, which grows with
     # the batch.
     limits["optimizer scratch"] = 4 * scheme.optimizer.scratch_numel(work.largest)
-    limits["norm scratch"] = 8 * PIECE
+    limits["norm scratch"] = 8 * NORM_PIECE
     limits["activations"] = ledger.peak_bytes("activations")
     return {
         "held_bytes": {band: ledger.alive_bytes(band) for band in expected},

@@ -92,7 +92,10 @@ class MLP:
             d_weights, d_bias = self._split(u, out)
             np.matmul(x.T, dy, out=d_weights)
             np.sum(dy, axis=0, out=d_bias)
-        return dy @ weights.T if u > 0 else None
+        if u == 0:
+            return None
+        # dy @ weights.T; BLAS is up to twice as fast where the large matrix comes first and as it lies.
+        return np.ascontiguousarray((weights @ dy.T).T)
 
     def describe(self) -> str:
         return f"MLP {self._dims_text()}"

@@ -17,11 +17,14 @@ from ..engine import train_step
 from ..layout import Blocks
 from ..memory import BANDS, Ledger
 from ..model import Model
-from ..optim import PIECE, Adam, Optimizer
+from ..optim import Adam, Optimizer
 from ..precision import Precision, all_finite, convert, describe, dtype_of, round_through
 from ..reducers import Reducer, Ring
 from ..traffic import Traffic
 from ..training import ScaleState, Training
+
+# Elements whose squares are summed at a time: part of the norm's definition, since it decides its last bits.
+NORM_PIECE = 8192
 
 
 class Scheme:
@@ -227,15 +230,15 @@ class Scheme:
     def squares(self) -> float:
         """Return the sum of the squares of the gradient elements this rank owns, in float64.
 
-        Added unit by unit, each in pieces of `PIECE` elements, so that it is the same in every scheme.
+        Added unit by unit, each in pieces of `NORM_PIECE` elements, so that it is the same in every scheme.
         """
         total = 0.0
-        wide = self.ledger.empty("norm scratch", PIECE, np.dtype(np.float64))
+        wide = self.ledger.empty("norm scratch", NORM_PIECE, np.dtype(np.float64))
         for u in self.trained:
             mine = self._owned_of("grads", u, self.grads[u])
-            for start in range(0, mine.size, PIECE):
-                piece = wide[: mine[start : start + PIECE].size]
-                convert(mine[start : start + PIECE], piece)
+            for start in range(0, mine.size, NORM_PIECE):
+                piece = wide[: mine[start : start + NORM_PIECE].size]
+                convert(mine[start : start + NORM_PIECE], piece)
                 piece *= piece
                 total += float(piece.sum())
         return total
