@@ -122,7 +122,11 @@ def all_finite(x: np.ndarray) -> bool:
     # A sum is finite only if all its terms are; that it is not may be its own overflow. Squares overflow
     # sooner, but BLAS adds them up three times as fast.
     with np.errstate(over="ignore", invalid="ignore"):
-        total = np.dot(x, x) if x.dtype == np.float32 else np.add.reduce(x, dtype=np.float64 if x.dtype == np.float64 else np.float32)
+        total = (
+            np.dot(x, x)
+            if x.dtype == np.float32
+            else np.add.reduce(x, dtype=np.float64 if x.dtype == np.float64 else np.float32)
+        )
         if np.isfinite(total):
             return True
     return all(bool(np.isfinite(x[i : i + PIECE]).all()) for i in range(0, x.size, PIECE))
