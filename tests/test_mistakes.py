@@ -481,7 +481,7 @@ PLACES = {
     "a forward": (MLP, "forward", 9),
     "a backward": (MLP, "backward", 9),
     "an update": (Adam, "update", 5),
-    "the loss": (engine, "mean_loss", 5),
+    "the loss": (engine, "_agreed", 5),
     "a check": (checks, "compare", 5),
     "the replay": (Reference, "step", 2),
     "the report": (report, "result_lines", 1),

@@ -121,12 +121,12 @@ def learning(result: dict[str, Any]) -> list[str]:
     steps, schemes = evidence["steps"], list(evidence["schemes"].values())
     rows = [["scheme", "final loss", "max |θ-θ_dp|", "steps identical", "digest of θ"]]
     for row in schemes:
-        difference, identical = row["max_abs_difference"], row["identical_steps"]
+        apart, identical = row["max_abs_difference"], row["identical_steps"]
         rows.append(
             [
                 row["name"],
                 "not finite" if row["final_loss"] is None else _loss(row["final_loss"], 6),
-                "not checked" if difference is None else difference(difference),
+                "not checked" if apart is None else difference(apart),
                 "not checked" if identical is None else f"{identical} of {steps}",
                 row["theta_digest"],
             ]

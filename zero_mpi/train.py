@@ -320,9 +320,10 @@ def _training_words(
     args: argparse.Namespace, steps: int, optimizer: Optimizer, training: Training
 ) -> list[str]:
     """Return how a step is made, for the header of a run."""
-    words = [f"{steps} steps, {args.batch} rows a rank and step", optimizer.describe()]
+    rows = report.counted(args.batch, "row")
+    words = [f"{report.counted(steps, 'step')}, {rows} a rank and step", optimizer.describe()]
     if training.accumulate > 1:
-        words[0] = f"{steps} steps of {training.accumulate} micro-batches of {args.batch} rows a rank"
+        words[0] = f"{report.counted(steps, 'step')} of {training.accumulate} micro-batches of {rows} a rank"
         words.append(f"gradients reduced {_WHEN[training.reduce_every]}")
     if args.schedule != "constant" or args.warmup:
         words.append(f"{args.schedule} lr after {args.warmup} updates of warm-up")
