@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from conftest import DATA, finish, mpiexec, start
 
+from zero_mpi.train import parser
+
 pytestmark = pytest.mark.launches
 
 MODULE = ("-m", "zero_mpi")
@@ -370,6 +372,8 @@ def test_help_fits_a_screen_and_needs_no_mpi(no_mpi):
     lines = job.out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 80
     assert sum("mpiexec -n" in line for line in lines) >= 4
+    for option in parser()._option_string_actions:
+        assert option in job.out or option == "-h"
 
 
 def test_version():

@@ -4,13 +4,25 @@ Not for: any command's own options.
 """
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .training import LossScale
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are ValueErrors: one rank speaks for all, and in one line."""
+    """A parser whose errors are ValueErrors: one rank speaks for all, and in one line.
+
+    Parameters
+    ----------
+    text : the whole help, where options are too many for one a line.
+    """
+
+    def __init__(self, text: str = "", **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self._text = text
+
+    def format_help(self) -> str:
+        return self._text or super().format_help()
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)

@@ -344,7 +344,6 @@ def parser() -> argparse.ArgumentParser:
         "own call, in turn in one run, each result verified.",
         epilog=HELP_AFTER,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     p.add_argument("--min-bytes", type=byte_size, default=2**12, metavar="B", help="smallest size [4K]")
     p.add_argument("--max-bytes", type=byte_size, default=2**26, metavar="B", help="largest size [64M]")

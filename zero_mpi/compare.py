@@ -45,7 +45,6 @@ def parser() -> argparse.ArgumentParser:
         "numbers of ranks or MPI libraries too, as far as they can be compared. Exit code 0\n"
         "if all that could be is the same, 1 if they part, 2 if there is nothing to compare.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     p.add_argument("first", metavar="A.json")
     p.add_argument("second", metavar="B.json")

@@ -56,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
         "and print which check saw each and what it took for the cause. At least 2 ranks;\n"
         "from 3 on all can be seen.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     p.add_argument("--only", metavar="NAME,...", help="these faults [all]")
     p.add_argument("--list", action="store_true", help="say what they are, and make none")

@@ -63,7 +63,6 @@ def parser() -> argparse.ArgumentParser:
         "on 2 ranks and on all; print how far gradients and weights are from the ring's and\n"
         "from a sum in float64, and what each order sends.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     p.add_argument("--dims", type=widths, default=(64, 128, 128, 64), help="of the MLP [64,128,128,64]")
     p.add_argument("--steps", type=positive_int, default=100, help="steps to train [100]")

@@ -35,70 +35,80 @@ from .run import Settings, run_on
 from .schemes import DP, SCHEMES, Scheme
 from .training import Schedule, Training
 
-EXAMPLES = """\
+HELP = """\
+usage: mpiexec -n N python -m zero_mpi [options]
+
+Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks; check
+that they learn the same bits, and count the bytes each holds and sends.
+
+what       --scheme all|dp|zero1|zero2|zero3; one runs beside dp [all]
+           --dims W,W,... of the MLP [64,128,128,64]  --init-seed S [0]
+data       --batch ROWS, rank and micro-batch [8]     --seed S, shuffles too [7]
+           --data FILE.npz, its rows x and y          --epochs E [1]
+           --steps T [10, or all of --data]           --last-batch drop|keep
+step       --accumulate K micro-batches [1]           --clip-norm X [none]
+           --reduce-every step|micro-batch      --freeze U,U,... [none]
+           --loss-scale dynamic|X|none [none]
+optimizer  --optimizer adam|adamw|sgd [adam]          --lr X [0.01]
+           --weight-decay X, of adamw [0.01]          --momentum X, of sgd [0]
+           --schedule constant|cosine [constant]      --warmup T updates [0]
+dtypes     --precision mixed|bf16|fp32 [mixed]        --grad-dtype D at rest
+           --reduce-dtype D [float32]                 --gather-dtype D [float32]
+sums       --reduction ring|reversed-ring|recursive-halving|rank-order|naive|
+                       library [ring]
+checks     --no-reference: no replay on rank 0        --no-check: it alone runs
+           --audit-memory: arrays unknown to the ledger
+           --inject FAULT: a mistake made on purpose, see `faults --list`
+output     --sweep N,N,...: on so many of the ranks   --quiet: verdicts alone
+           --json FILE: all evidence                  --certificate FILE
+           --certificate-every T steps [1]            --version  --help
+
 examples:
   mpiexec -n 8 python -m zero_mpi --scheme all
-  mpiexec -n 4 python -m zero_mpi --scheme zero3 --dims 99,50,9 --json out.json
+  mpiexec -n 4 python -m zero_mpi --scheme zero3 --accumulate 4 --json out.json
   mpiexec -n 4 python -m zero_mpi --data digits.npz --dims 64,128,10 --epochs 3
-other commands, each with a --help of its own:
-  bench (rings against the MPI library), orders (of summation), faults (made on
-  purpose), compare A.json B.json (two certificates)
+other commands: bench, orders, faults, compare A.json B.json; each has a --help
+exit codes: 0 checks hold, 1 one fails, 2 a mistake in what was asked, 3 a crash
 """
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    keys = [S.key for S in SCHEMES]
-    p = Parser(
-        prog="python -m zero_mpi",
-        usage="mpiexec -n N python -m zero_mpi [options]",
-        description="Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks;\n"
-        "check that they learn the same bits, and count the bytes each holds and sends.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    p.add_argument(
-        "--scheme",
-        default="all",
-        choices=["all", *keys],
-        help="all (default), or one, which runs beside data parallel",
-    )
-    p.add_argument(
-        "--dims", type=widths, default=(64, 128, 128, 64), help="widths of the MLP [64,128,128,64]"
-    )
-    p.add_argument("--steps", type=positive_int, help="steps to train [10, or all of --data]")
-    p.add_argument("--batch", type=positive_int, default=8, help="rows of each rank's batch [8]")
-    p.add_argument("--data", metavar="FILE", help="train on rows of x and y in an .npz file")
-    p.add_argument("--epochs", type=positive_int, help="passes over --data [1]")
-    p.add_argument("--last-batch", choices=["drop", "keep"], default="drop", help="if incomplete [drop]")
-    p.add_argument("--accumulate", type=positive_int, default=1, metavar="K", help="micro-batches a step [1]")
-    p.add_argument("--reduce-every", choices=["step", "micro-batch"], help="[as each scheme does]")
-    p.add_argument("--optimizer", choices=["adam", "adamw", "sgd"], default="adam", help="[adam]")
-    p.add_argument("--lr", type=positive_float, default=1e-2, help="learning rate [0.01]")
-    p.add_argument("--weight-decay", type=positive_float, help="of adamw; not of biases [0.01]")
-    p.add_argument("--momentum", type=fraction, help="of sgd [0]")
-    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant", help="of lr [constant]")
-    p.add_argument("--warmup", type=seed_int, default=0, metavar="T", help="updates to full lr [0]")
-    p.add_argument("--clip-norm", type=positive_float, metavar="X", help="limit of the gradient's norm")
-    p.add_argument("--loss-scale", type=loss_scale, metavar="X", help="dynamic, a number, or none [none]")
-    p.add_argument("--freeze", type=units, default=(), metavar="U,U,...", help="units not to train")
-    p.add_argument("--seed", type=seed_int, default=7, help="of batches and shuffling [7]")
-    p.add_argument("--init-seed", type=seed_int, default=0, help="of the initial weights [0]")
-    p.add_argument("--precision", choices=list(PRECISIONS), default="mixed", help="of storage [mixed]")
-    p.add_argument("--reduce-dtype", choices=WIRE_DTYPES, default="float32", help="of gradients on the wire")
-    p.add_argument("--grad-dtype", choices=WIRE_DTYPES, help="of gradients at rest [the parameters']")
-    p.add_argument("--reduction", choices=list(REDUCERS), default="ring", help="order of summation [ring]")
-    p.add_argument("--gather-dtype", choices=WIRE_DTYPES, default="float32", help="of parameters on the wire")
-    p.add_argument("--no-reference", action="store_true", help="leave out the replay on rank 0")
-    p.add_argument("--no-check", action="store_true", help="run --scheme alone: no partner, no replay")
-    p.add_argument("--audit-memory", action="store_true", help="look for arrays outside the ledger")
-    p.add_argument("--json", metavar="FILE", help="write all evidence to FILE")
-    p.add_argument("--certificate", metavar="FILE", help="write digests of each step, for `compare`")
-    p.add_argument("--certificate-every", type=positive_int, metavar="T", help="steps between digests [1]")
-    p.add_argument("--inject", choices=list(FAULTS), metavar="FAULT", help="make a known mistake; see faults")
-    p.add_argument("--sweep", type=sizes, metavar="N,N,...", help="run on each of these numbers of ranks")
-    p.add_argument("--quiet", action="store_true", help="print only the verdicts")
+    p = Parser(HELP, prog="python -m zero_mpi", usage="mpiexec -n N python -m zero_mpi [options]")
+    p.add_argument("--scheme", default="all", choices=["all", *(S.key for S in SCHEMES)])
+    p.add_argument("--dims", type=widths, default=(64, 128, 128, 64))
+    p.add_argument("--steps", type=positive_int)
+    p.add_argument("--batch", type=positive_int, default=8)
+    p.add_argument("--data", metavar="FILE")
+    p.add_argument("--epochs", type=positive_int)
+    p.add_argument("--last-batch", choices=["drop", "keep"], default="drop")
+    p.add_argument("--accumulate", type=positive_int, default=1)
+    p.add_argument("--reduce-every", choices=["step", "micro-batch"])
+    p.add_argument("--optimizer", choices=["adam", "adamw", "sgd"], default="adam")
+    p.add_argument("--lr", type=positive_float, default=1e-2)
+    p.add_argument("--weight-decay", type=positive_float)
+    p.add_argument("--momentum", type=fraction)
+    p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
+    p.add_argument("--warmup", type=seed_int, default=0)
+    p.add_argument("--clip-norm", type=positive_float)
+    p.add_argument("--loss-scale", type=loss_scale)
+    p.add_argument("--freeze", type=units, default=())
+    p.add_argument("--seed", type=seed_int, default=7)
+    p.add_argument("--init-seed", type=seed_int, default=0)
+    p.add_argument("--precision", choices=list(PRECISIONS), default="mixed")
+    p.add_argument("--reduce-dtype", choices=WIRE_DTYPES, default="float32")
+    p.add_argument("--grad-dtype", choices=WIRE_DTYPES)
+    p.add_argument("--gather-dtype", choices=WIRE_DTYPES, default="float32")
+    p.add_argument("--reduction", choices=list(REDUCERS), default="ring")
+    p.add_argument("--no-reference", action="store_true")
+    p.add_argument("--no-check", action="store_true")
+    p.add_argument("--audit-memory", action="store_true")
+    p.add_argument("--json", metavar="FILE")
+    p.add_argument("--certificate", metavar="FILE")
+    p.add_argument("--certificate-every", type=positive_int)
+    p.add_argument("--inject", choices=list(FAULTS))
+    p.add_argument("--sweep", type=sizes)
+    p.add_argument("--quiet", action="store_true")
     p.add_argument("--version", action="version", version=f"zero_mpi {__version__}")
     return p
 

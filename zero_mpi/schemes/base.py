@@ -368,10 +368,13 @@ class Scheme:
             self.average(u, into)
 
     def step_optimizer(self, u: int, scale: float) -> None:
-        """Update what this rank holds the optimizer state of in unit `u`, whole or its own block."""
-        optimizer, state = self.optimizer, self.optimizer_state[u]
-        params = self._beside_optimizer("params", u, self.params[u])
-        grads = self._beside_optimizer("grads", u, self.grads[u])
+        """Update what this rank has both gradient and optimizer state of in unit `u`: all, or its own block."""
+        optimizer = self.optimizer
+        params = self._updated_of("params", u, self.params[u])
+        grads = self._updated_of("grads", u, self.grads[u])
+        state = {
+            slot: self._updated_of("optimizer", u, array) for slot, array in self.optimizer_state[u].items()
+        }
         theta = state.get("master", params)
         numel = optimizer.scratch_numel(theta.size)
         scratch = self.ledger.empty("optimizer scratch", numel, np.dtype(np.float32))
@@ -396,7 +399,7 @@ class Scheme:
         Matrices do, biases do not, as is usual. A part may be empty on this rank.
         """
         held = slice(0, self.blocks[u].numel)
-        if "optimizer" in self.sharded:
+        if self._updates_own_block:
             held = self.blocks[u].of(self.comm.rank)
         if not self.optimizer.weight_decay:
             yield slice(0, held.stop - held.start), False
@@ -443,9 +446,14 @@ class Scheme:
         """Return this rank's own block of `array`, a view: `array` itself where the band is sharded."""
         return array if band in self.sharded else array[self.blocks[u].of(self.comm.rank)]
 
-    def _beside_optimizer(self, band: str, u: int, array: np.ndarray) -> np.ndarray:
-        """Return the part of `array` that this rank holds the optimizer state of, a view."""
-        return self._owned_of(band, u, array) if "optimizer" in self.sharded else array
+    @property
+    def _updates_own_block(self) -> bool:
+        """Whether this rank lacks gradient or optimizer state of the others' blocks."""
+        return "grads" in self.sharded or "optimizer" in self.sharded
+
+    def _updated_of(self, band: str, u: int, array: np.ndarray) -> np.ndarray:
+        """Return the part of `array` that this rank updates, a view."""
+        return self._owned_of(band, u, array) if self._updates_own_block else array
 
     def _on_wire(self, purpose: str, u: int, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Return `array` itself if it has the wire's dtype, else a transient array to travel in."""
