@@ -215,3 +215,34 @@ def test_schemes_keep_the_communicators_limit_on_messages():
     assert run_ranks(3, work, max_message_bytes=2**30) == [8, 8, 8]
     # Blocks of 13 or 14, and 6, float32 elements, in messages of 24 B.
     assert run_ranks(3, work, max_message_bytes=24) == [2 * (3 + 3 + 1 + 1)] * 3
+
+
+def test_bytes_within_a_host_and_across_hosts_are_counted_apart():
+    hosts = ["one", "one", "two", "two"]
+
+    def work(comm):
+        scheme = ZeRO3(M, comm)
+        scheme.step((np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)))
+        evidence = checks.traffic_evidence(scheme, formulas.ZERO3, hosts)
+        places = [evidence["sent_within_host_bytes"], evidence["sent_across_hosts_bytes"]]
+        return places, sum(evidence["sent_bytes"].values())
+
+    # The ring sends to the right: from 0 and 2 within a host, from 1 and 3 to the other.
+    for rank, (places, sent) in enumerate(run_ranks(4, work)):
+        assert places == ([sent, 0] if rank % 2 == 0 else [0, sent])
+
+
+def test_a_job_on_several_hosts_says_so(monkeypatch):
+    from zero_mpi import report
+    from zero_mpi.comm import Communicator
+
+    monkeypatch.setattr(Communicator, "hosts", lambda comm: ["one", "two", "two"])
+    result = run_with(size=3)
+    assert failing(result) == []
+    text = "\n".join(report.traffic(result))
+    assert "Traffic per rank and step by where it goes, bytes sent" in text
+    assert [row["sent_across_hosts_bytes"] > 0 for row in result["traffic"]["dp"]["ranks"]] == [
+        True,
+        False,
+        True,
+    ]

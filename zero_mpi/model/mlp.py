@@ -47,10 +47,13 @@ class MLP:
         rng = np.random.default_rng(seed)
         for fan_in, fan_out in zip(self.dims, self.dims[1:], strict=False):
             theta = np.zeros(fan_in * fan_out + fan_out, np.float32)
-            weights = rng.standard_normal((fan_in, fan_out))
-            weights *= np.sqrt(2.0 / fan_in)
-            theta[: fan_in * fan_out] = weights.reshape(-1)
+            weights, _ = self._split_by(fan_in, fan_out, theta)
+            # Row by row: drawn in double all at once they would take twice the layer's own memory.
+            for row in weights:
+                row[...] = rng.standard_normal(fan_out) * np.sqrt(2.0 / fan_in)
             yield theta
+            # Else this layer would live on while the next one is made.
+            del theta, weights, row
 
     def forward(
         self, u: int, params: np.ndarray, x: np.ndarray
@@ -102,7 +105,10 @@ class MLP:
 
     def _split(self, u: int, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the weights and the bias of unit `u` as views of `flat`."""
-        fan_in, fan_out = self.dims[u], self.dims[u + 1]
+        return self._split_by(self.dims[u], self.dims[u + 1], flat)
+
+    @staticmethod
+    def _split_by(fan_in: int, fan_out: int, flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return flat[: fan_in * fan_out].reshape(fan_in, fan_out), flat[fan_in * fan_out :]
 
     def _dims_text(self) -> str:

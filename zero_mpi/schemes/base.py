@@ -15,7 +15,7 @@ from ..comm import Communicator
 from ..data import Batch
 from ..engine import train_step
 from ..layout import Blocks
-from ..memory import BANDS, Ledger
+from ..memory import Ledger
 from ..model import Model
 from ..optim import Adam, Optimizer
 from ..precision import Precision, all_finite, convert, describe, dtype_of, round_through
@@ -368,7 +368,7 @@ class Scheme:
             self.average(u, into)
 
     def step_optimizer(self, u: int, scale: float) -> None:
-        """Update what this rank has both gradient and optimizer state of in unit `u`: all, or its own block."""
+        """Update what this rank has gradient and optimizer state of in unit `u`: all, or its own block."""
         optimizer = self.optimizer
         params = self._updated_of("params", u, self.params[u])
         grads = self._updated_of("grads", u, self.grads[u])
@@ -420,26 +420,34 @@ class Scheme:
         self.optimizer_state: list[dict[str, np.ndarray]] = []
         fingerprint = hashlib.blake2b(digest_size=8)
         slots = (("master",) if self.precision.master else ()) + tuple(self.optimizer.slots)
-        for u, theta in zip(self.units, self.model.init(init_seed), strict=True):
+        initial = self.model.init(init_seed)
+        for u in self.units:
+            theta = next(initial)
             fingerprint.update(theta.data)
-            own = self.blocks[u].of(self.comm.rank)
-            held = {band: slice(None) if band not in self.sharded else own for band in BANDS}
-            self.params.append(self._band("params", theta[held["params"]], self._params_dtype))
-            if u in self.training.freeze:
-                self.grads.append(np.empty(0, self._grads_dtype))
-                self.optimizer_state.append({})
-                continue
-            self.grads.append(self._band("grads", np.zeros_like(theta[held["grads"]]), self._grads_dtype))
-            state = {}
-            for slot in slots:
-                first = theta if slot == "master" else np.zeros_like(theta)
-                state[slot] = self._band("optimizer", first[held["optimizer"]], np.dtype(np.float32))
-            self.optimizer_state.append(state)
+            self.params.append(self._band("params", u, self._params_dtype, theta))
+            trained = u in self.trained
+            self.grads.append(self._band("grads", u, self._grads_dtype) if trained else np.empty(0))
+            self.optimizer_state.append(
+                {
+                    slot: self._band(
+                        "optimizer", u, np.dtype(np.float32), theta if slot == "master" else None
+                    )
+                    for slot in slots
+                    if trained
+                }
+            )
+            # One unit at a time: the next one is made only when this one is gone.
+            del theta
         return fingerprint.hexdigest()
 
-    def _band(self, band: str, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        array = self.ledger.empty(band, values.size, dtype)
-        convert(values, array)
+    def _band(self, band: str, u: int, dtype: np.dtype, first: np.ndarray | None = None) -> np.ndarray:
+        """Return what this rank holds of unit `u` in a band: whole or its own block, `first` or zeros."""
+        own = self.blocks[u].of(self.comm.rank) if band in self.sharded else slice(0, self.blocks[u].numel)
+        array = self.ledger.empty(band, own.stop - own.start, dtype)
+        if first is None:
+            array[...] = 0
+        else:
+            convert(first[own], array)
         return array
 
     def _owned_of(self, band: str, u: int, array: np.ndarray) -> np.ndarray:
