@@ -159,14 +159,14 @@ def in_turn(
 ) -> np.ndarray:
     """Time functions in turn; return the seconds of a call on the slowest rank, shape (functions, repeats).
 
-    Collective. Each repeat times a batch of `calls` of each function, in an order that turns round from one
-    repeat to the next; ranks meet before each batch. The first batch of each is not counted.
+    Collective. Each repeat times a batch of `calls` of each function, and each next repeat begins with the
+    next function; ranks meet before each batch. The first repeat warms up and is left out.
     """
     meet = comm.library_call("all-reduce", np.zeros(1))
     mine = np.empty((len(functions), repeats + 1))
     for repeat in range(repeats + 1):
-        order = range(len(functions)) if repeat % 2 else range(len(functions) - 1, -1, -1)
-        for which in order:
+        for turn in range(len(functions)):
+            which = (repeat + turn) % len(functions)
             function = functions[which]
             meet()
             began = time.perf_counter()
@@ -222,9 +222,9 @@ def measure(
 def counting_cost(comm: Communicator, dtype: str, repeats: int) -> dict[str, Any]:
     """Return what counting adds to the ring's time at 1 MiB, in percent, by operation. Collective.
 
-    The same ring on the same ranks with counting, without, and without again, in turn: the median over
-    repeats of the ratio of two calls of one repeat, which the machine's change of pace does not touch. The
-    two without it should be equal: how far they are not is the noise of the measurement.
+    The same ring on the same ranks with counting and without, each twice, in turn: the median over repeats
+    of their ratio within a repeat, which the machine's change of pace does not touch. The two without it
+    should be equal: how far they are not is the noise of the measurement.
     """
     percent: dict[str, float | None] = {operation.name: None for operation in OPERATIONS}
     noise = dict(percent)
@@ -232,11 +232,11 @@ def counting_cost(comm: Communicator, dtype: str, repeats: int) -> dict[str, Any
     for operation in OPERATIONS if comm.size > 1 else ():
         numel = operation.numel(COUNTING_BYTES, np.dtype(dtype).itemsize, comm.size)
         case = Case(comm, operation, numel, dtype)
-        without = partial(case.ours, _Uncounted(comm.transport))
-        times = in_turn(comm, [case.ours, without, without], repeats, 1)
-        percent[operation.name], noise[operation.name] = (
-            float(np.median(series / times[2]) - 1) * 100 for series in times[:2]
-        )
+        communicators = [make(comm.transport) for make in (Communicator, _Uncounted) * 2]
+        times = in_turn(comm, [partial(case.ours, each) for each in communicators], repeats, 1)
+        cost = (times[0] + times[2]) / (times[1] + times[3])
+        percent[operation.name] = float(np.median(cost) - 1) * 100
+        noise[operation.name] = float(np.median(times[1] / times[3]) - 1) * 100
     return {"size_bytes": COUNTING_BYTES, "repeats": repeats, "percent": percent, "noise_percent": noise}
 
 

@@ -75,8 +75,9 @@ class Communicator:
         self.phase = "set-up"
         self.unit = 0
         self.traffic = Traffic()
-        # A transport may do without: ranks that each have a core gain nothing.
+        # A transport may do without it: ranks that each have a core gain nothing.
         self.defers_sends: bool = getattr(self.transport, "defers_sends", False)
+        # Of each label met so far, and the one that messages are sent under now.
         self._known: dict[tuple, _Collective] = {}
         self._now = self._outside = _Collective(self, "point-to-point", "model")
 
