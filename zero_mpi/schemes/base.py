@@ -315,23 +315,27 @@ class Scheme:
             self._keep(u, gradient, band)
             return
         # The owner finishes its block, once for all.
-        self.reducer.all_reduce(u, gradient, lambda own: self.average(u, own))
+        self.reducer.all_reduce(u, gradient, lambda own: self.average(u, own, own))
         if gradient is not band:
             convert(gradient, band)
 
-    def average(self, u: int, total: np.ndarray) -> None:
-        """Divide sums over N ranks and K micro-batches by N K, and round them to the gradients' dtype.
+    def average(self, u: int, total: np.ndarray, into: np.ndarray) -> None:
+        """Divide sums over N ranks and K micro-batches by N K into `into`, rounded to the gradients' dtype.
 
-        In place. A sum may overflow where its terms did not, if the reduce dtype has 16 bits.
+        `into` may be `total`, which is overwritten in any case. A sum may overflow where its terms did not, if
+        the reduce dtype has 16 bits.
         """
+        # Rounded to the reduce dtype on the way, where that is another.
+        mean = into if into.dtype == total.dtype else total
+        wide = np.float64 if total.dtype == np.float64 else np.float32
         terms = self.comm.size * self.training.accumulate
-        if terms > 1:
-            wide = np.float64 if total.dtype == np.float64 else np.float32
-            np.divide(total, wide(terms), out=total, dtype=wide, casting="unsafe")
-        round_through(total, total, self._grads_dtype)
+        np.divide(total, wide(terms), out=mean, dtype=wide, casting="unsafe")
+        round_through(mean, mean, self._grads_dtype)
+        if mean is not into:
+            convert(mean, into)
         blocks = self.blocks[u]
         # Of a sum that is whole on every rank, each looks at its own block.
-        mine = total[blocks.of(self.comm.rank)] if total.size == blocks.numel else total
+        mine = into[blocks.of(self.comm.rank)] if into.size == blocks.numel else into
         if not all_finite(mine):
             self.sums_overflowed.add(u)
 
@@ -357,15 +361,14 @@ class Scheme:
     def _keep(self, u: int, total: np.ndarray, into: np.ndarray) -> None:
         """Put a sum over ranks where this rank keeps it; once the step's last is in, make it the mean."""
         if self._reduced_once:
-            self.average(u, total)
-            convert(total, into)
+            self.average(u, total, into)
             return
         if self.micro_batch == 0:
             convert(total, into)
         else:
             add_into(into, total)
         if self.micro_batch == self.training.accumulate - 1:
-            self.average(u, into)
+            self.average(u, into, into)
 
     def step_optimizer(self, u: int, scale: float) -> None:
         """Update what this rank has gradient and optimizer state of in unit `u`: all, or its own block."""
