@@ -378,6 +378,44 @@ def test_the_norm_counts_each_element_once_whatever_is_held_whole():
 # Loss scale.
 
 
+class Spoiled(SeedStream):
+    """A stream whose third global batch is far too large on rank 1."""
+
+    def global_batches(self, size):
+        for step, batches in enumerate(super().global_batches(size), 1):
+            if step == 3:
+                batches[1] = [(x * np.float32(1e6), y) for x, y in batches[1]]
+            yield batches
+
+
+def test_a_skipped_step_has_no_norm_and_is_replayed_as_one():
+    training = Training(clip_norm=0.5, loss_scale=LossScale(256.0))
+    base = settings(model=M, data=Spoiled(7, 4, 7, 3), training=training, steps=4)
+    result = run_ranks(3, lambda comm: run(comm, base, list(SCHEMES)))[0]
+    assert all(v["holds"] for v in result["verdicts"]), result["verdicts"]
+    row = result["learning"]["schemes"]["zero3"]
+    assert row["skipped_steps"] == [(3, "the gradient of unit 0 on rank 1 overflowed")]
+    assert [norm is None for norm in row["grad_norms"]] == [False, False, True, False]
+
+
+def test_families_that_skip_other_steps_are_not_said_to_part_by_rounding_alone():
+    # 50 x 512 of each rank and micro-batch: two fit into float16, three, or six of half the scale, do not.
+    class Large(SeedStream):
+        def global_batches(self, size):
+            x = np.full((1, 4), 50, np.float32)
+            while True:
+                yield [[(x, x)] * self.accumulate] * size
+
+    training = Training(2, loss_scale=LossScale(512.0))
+    base = settings(model=Prepared(4), data=Large(7, 1, 4, 4, 2), training=training, steps=2)
+    result = run_ranks(3, lambda comm: run(comm, base, list(SCHEMES)))[0]
+    assert all(v["holds"] for v in result["verdicts"]), result["verdicts"]
+    skipped = {key: len(row["skipped_steps"]) for key, row in result["learning"]["schemes"].items()}
+    assert skipped == {"dp": 0, "zero1": 0, "zero2": 2, "zero3": 2}
+    (verdict,) = [v for v in result["verdicts"] if v["check"] == "learning"]
+    assert "since one skipped steps that the other did not" in verdict["says"]
+
+
 @pytest.mark.parametrize("S", SCHEMES)
 @pytest.mark.parametrize("every", EVERY)
 def test_case_a_nan_on_one_rank_is_skipped_by_all_and_halves_the_scale_once(S, every):

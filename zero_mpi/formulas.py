@@ -329,7 +329,8 @@ def traffic_units(claim: Claim, work: Workload) -> Fraction:
 def traffic_units_text(claim: Claim, work: Workload) -> str:
     """Return the closed form of `traffic_units`, such as "2(N-1)/N"."""
     vectors = sum(sum(collectives(claim, work, u)) * numel for u, numel in enumerate(work.units))
-    text = f"{_number(Fraction(vectors, work.n_params))}(N-1)/N"
+    times = Fraction(vectors, work.n_params)
+    text = ("" if times == 1 else _number(times)) + "(N-1)/N"
     ring = Fraction(vectors * (work.size - 1), work.size * work.n_params)
     return text if traffic_units(claim, work) == ring else f"{text} and the odd blocks"
 

@@ -122,7 +122,7 @@ class Reference:
         rows = [[len(y) for _, y in micro] for micro in mine]
         every = sum(sum(row) for row in rows)
         losses = [0.0] * self.size
-        self.before, self.means_before = self._copied(), self.means
+        self.before, self.means_before, self.norm = self._copied(), self.means, None
         gradients: list[list[dict[int, np.ndarray]]] = []
         for k in range(accumulate):
             gradients.append([])
@@ -247,7 +247,7 @@ class Reference:
 
     def _update(self, means: list[np.ndarray]) -> None:
         spec, units = self.training.loss_scale, self._units()
-        scale, self.norm = 1.0 / self.scale, None
+        scale = 1.0 / self.scale
         limit = self.training.clip_norm
         if limit is not None:
             self.norm = self._norm(means) / self.scale

@@ -135,12 +135,12 @@ def learning(result: dict[str, Any]) -> list[str]:
     lines += _by_step("loss", schemes[0]["losses"])
     if any(norm is not None for norm in schemes[0]["grad_norms"]):
         lines += _by_step("norm", schemes[0]["grad_norms"])
-    for row in schemes[:1]:
-        for step, why in row["skipped_steps"][:5]:
-            lines += wrapped("  ", f"step {step} skipped by all: {why}")
+    skips: dict[str, list[str]] = {}
+    for row in schemes:
         if row["skipped_steps"]:
-            text = f"{len(row['skipped_steps'])} of {steps} steps skipped; loss scale at the end "
-            lines += [*wrapped("  ", f"{text}{row['final_loss_scale']:g}"), ""]
+            skips.setdefault("\n".join(skipped(row, steps)), []).append(row["name"])
+    for text, names in skips.items():
+        lines += [*wrapped("  ", f"{', '.join(names)} skipped, on all ranks alike:"), text, ""]
     same: dict[str, list[str]] = {}
     for row in schemes:
         if row["parting"] is not None:
@@ -164,6 +164,18 @@ def learning(result: dict[str, Any]) -> list[str]:
         )
         lines += [*wrapped("  ", APART_FROM_RING.format(apart=difference(apart), why=why)), ""]
     return lines
+
+
+def skipped(row: dict[str, Any], steps: int) -> list[str]:
+    """Return which steps a scheme skipped, the first five, and why."""
+    lines: list[str] = []
+    for step, why in row["skipped_steps"][:5]:
+        lines += wrapped(f"    step {step:<4} ", why)
+    number = len(row["skipped_steps"])
+    return [
+        *lines,
+        f"    {number} of {counted(steps, 'step')}; loss scale at the end {row['final_loss_scale']:g}",
+    ]
 
 
 def parting(found: dict[str, Any]) -> list[str]:

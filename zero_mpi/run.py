@@ -458,12 +458,15 @@ def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Ver
             for row in schemes.values()
             if not isinstance(row["max_abs_difference"], str)
         )
+        skipped = {tuple(step for step, _ in row["skipped_steps"]) for row in schemes.values()}
         if apart:
+            why = "by rounding: one adds up"
+            if len(skipped) > 1:
+                why = "since one skipped steps that the other did not. One adds up"
             same = (
-                f"the same bits after {each}, on every rank, among "
-                f"{'; among '.join(names)}. Apart by up to {apart:.3g}, by rounding: one adds up "
-                "micro-batches, then ranks; the other ranks, then micro-batches (--reduce-every makes one of "
-                "them)"
+                f"the same bits after {each}, on every rank, among {'; among '.join(names)}. Apart by up to "
+                f"{apart:.3g}, {why} micro-batches, then ranks; the other ranks, then micro-batches "
+                "(--reduce-every makes them one)"
             )
     if settings.reducer.order:
         verdicts = [Verdict("learning", not parted, "; ".join(parted) or same)]

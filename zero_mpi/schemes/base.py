@@ -320,7 +320,7 @@ class Scheme:
             convert(gradient, band)
 
     def average(self, u: int, total: np.ndarray, into: np.ndarray) -> None:
-        """Divide sums over N ranks and K micro-batches by N K into `into`, rounded to the gradients' dtype.
+        """Divide sums over N ranks and K micro-batches by N K into `into`, rounded to its stored dtype.
 
         `into` may be `total`, which is overwritten in any case. A sum may overflow where its terms did not, if
         the reduce dtype has 16 bits.
