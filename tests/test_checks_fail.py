@@ -73,8 +73,8 @@ def test_a_missing_average_parts_from_the_reference(enter):
     class Summed(ZeRO3):
         key = "summed"
 
-        def average(self, u, total):
-            pass
+        def average(self, u, total, into):
+            into[...] = total
 
     # Adam divides a constant factor out: only eps and rounding show it, which is why the check is on bits.
     result = run_with(enter(Summed, formulas.ZERO3))

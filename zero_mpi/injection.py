@@ -90,10 +90,10 @@ def _averaged_by(scheme: Scheme, change: Callable[[np.ndarray], None]) -> None:
     """Call `change(mean)` with each mean gradient, and round it again."""
 
     def make(average: Callable) -> Callable:
-        def changed(u: int, total: np.ndarray) -> None:
-            average(u, total)
-            change(total)
-            round_through(total, total, scheme._grads_dtype)
+        def changed(u: int, total: np.ndarray, into: np.ndarray) -> None:
+            average(u, total, into)
+            change(into)
+            round_through(into, into, scheme._grads_dtype)
 
         return changed
 

@@ -322,8 +322,8 @@ class Scheme:
     def average(self, u: int, total: np.ndarray, into: np.ndarray) -> None:
         """Divide sums over N ranks and K micro-batches by N K into `into`, rounded to its stored dtype.
 
-        `into` may be `total`, which is overwritten in any case. A sum may overflow where its terms did not, if
-        the reduce dtype has 16 bits.
+        `into` may be `total`, which is overwritten in any case. A sum may overflow where its terms did not,
+        if the reduce dtype has 16 bits.
         """
         # Rounded to the reduce dtype on the way, where that is another.
         mean = into if into.dtype == total.dtype else total
