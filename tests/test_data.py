@@ -43,6 +43,34 @@ def test_rows_are_dealt_without_overlap_and_shuffled_each_epoch(size, n):
     assert orders[1] == list(expected)
 
 
+def test_another_seed_is_another_order():
+    x = np.arange(40, dtype=np.float32).reshape(20, 2)
+    orders = []
+    for seed in (3, 4):
+        data = FileRows(x, x, seed=seed, rows=2, epochs=1)
+        orders.append([float(bx[0, 0]) for batch in data.global_batches(2) for ((bx, _),) in batch])
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_last_batch_can_be_kept_and_no_row_is_lost(size, accumulate):
+    x = np.arange(2 * 31, dtype=np.float32).reshape(31, 2)
+    data = FileRows(x, -x, seed=3, rows=4, epochs=1, accumulate=accumulate, keep_last=True)
+    batches = list(data.global_batches(size))
+    assert len(batches) == data.steps_per_epoch(size) == -(-31 // (4 * size * accumulate))
+    rows = []
+    for batch in batches:
+        assert len(batch) == size and all(len(micro) == accumulate for micro in batch)
+        # Dealt rank by rank, micro-batch by micro-batch.
+        for k in range(accumulate):
+            for rank in range(size):
+                bx, by = batch[rank][k]
+                assert np.array_equal(by, -bx) and len(bx) <= 4
+                rows += [int(v) // 2 for v in bx[:, 0]]
+    assert rows == list(np.random.default_rng((3, 0)).permutation(31))
+
+
 def test_a_rank_that_is_not_there_has_no_batch():
     batch = next(FileRows(np.ones((9, 1)), np.ones((9, 1)), seed=0, rows=3, epochs=1).global_batches(3))
     with pytest.raises(IndexError, match="rank: expected 0 to 2, got 3"):

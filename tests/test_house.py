@@ -1,6 +1,7 @@
 """The house: imports go one way, scheme files stay small, one file talks to MPI."""
 
 import ast
+import difflib
 from pathlib import Path
 
 import pytest
@@ -190,7 +191,17 @@ def test_a_scheme_file_is_its_row_of_the_table(name):
     methods = [node.name for node in cls.body if isinstance(node, ast.FunctionDef)]
     assert methods == ["full_params", "release_params", "grad_ready", "backward_done", "update"]
     assert [base.id for base in cls.bases] == ["Scheme"]
-    assert not any(isinstance(node, (ast.If, ast.IfExp, ast.Try)) for node in ast.walk(tree))
+    decides = (ast.If, ast.IfExp, ast.Try, ast.While, ast.Match, ast.BoolOp, ast.Compare, ast.Lambda)
+    assert not any(isinstance(node, decides) for node in ast.walk(tree))
+
+
+@pytest.mark.parametrize("a, b, most", [("dp", "zero1", 14), ("zero1", "zero2", 14), ("zero2", "zero3", 12)])
+def test_a_diff_of_neighbours_shows_the_idea_and_only_the_idea(a, b, most):
+    texts = [modules()[f"schemes.{name}"].read_text().splitlines() for name in (a, b)]
+    # Between the docstrings, which say it in words: the code that differs.
+    code = [text[text.index("from .base import Scheme") :] for text in texts]
+    changed = [line for line in difflib.ndiff(*code) if line[0] in "+-"]
+    assert len(changed) <= 2 * most, "\n".join(changed)
 
 
 @pytest.mark.parametrize("name", ALLOWED)

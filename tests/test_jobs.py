@@ -135,6 +135,41 @@ def test_no_reference_leaves_the_replay_out_and_the_rest_in(launch, tmp_path):
     assert "Checked, not claimed" not in job.out
 
 
+def test_an_audit_and_the_options_of_training_reach_the_run(launch, tmp_path):
+    path = tmp_path / "out.json"
+    args = ["--audit-memory", "--accumulate", "2", "--optimizer", "sgd", "--momentum", "0.9", "--freeze", "0"]
+    args += ["--clip-norm", "0.5", "--loss-scale", "8", "--reduction", "rank-order", "--steps", "3"]
+    args += ["--schedule", "cosine", "--warmup", "1", "--reduce-every", "step", "--grad-dtype", "float32"]
+    job = launch(3, *MODULE, "--dims", "7,5,3", "--json", path, *args)
+    assert job.code == 0, job.err
+    result = json.loads(path.read_text())
+    assert [v["check"] for v in result["verdicts"]] == ["learning", "reference", "memory", "traffic", "audit"]
+    assert result["learning"]["reducer"] == "rank-order"
+    row = result["learning"]["schemes"]["zero3"]
+    assert len(row["grad_norms"]) == 3 and row["final_loss_scale"] == 8 and row["reduce_every"] == "step"
+    # 2 B of parameters; for unit 1 alone, 18 of 58, 4 B of gradients and 4 + 4 of master and momentum.
+    assert result["memory"]["dp"]["mean_bytes_per_param"] == pytest.approx(2 + 12 * 18 / 58)
+    text = " ".join(job.out.split())
+    assert "3 steps of 2 micro-batches of 8 rows a rank; SGD lr 0.01, momentum 0.9" in text
+    assert "frozen units 0" in text and "Audit: bytes that" in text
+
+
+def test_the_librarys_own_sums_are_not_judged(launch):
+    job = launch(3, *MODULE, "--dims", "7,5,3", "--reduction", "library")
+    assert job.code == 0, job.err
+    assert "n/a    traffic    not counted" in job.out and "holds  memory" in job.out
+    job = launch(2, *MODULE, "--reduction", "library", "--reduce-dtype", "float16")
+    assert job.code == 2 and "expected a reduce dtype that MPI can sum" in job.complaints[0]
+
+
+def test_a_naive_sum_fails_traffic_and_exits_1(launch):
+    job = launch(3, *MODULE, "--dims", "7,5,3", "--reduction", "naive", "--precision", "fp32")
+    assert job.code == 1
+    text = " ".join(job.out.split())
+    assert "FAILS traffic data parallel, rank 0: step 1: reduce-scatter: sent 464 B, formula 152 B" in text
+    assert "naive adds in the order 0, 1, ..., N-1" in text and "holds learning" in text
+
+
 def test_the_library_is_enough_for_a_script(launch, tmp_path):
     script = tmp_path / "mine.py"
     script.write_text(

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import ROOT, finish, mpiexec, start
@@ -70,10 +69,6 @@ def test_the_library_example_runs(launch, tmp_path):
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
-
-
-def test_every_module_in_the_reading_order_exists():
-    assert all((ROOT / "zero_mpi" / Path(p)).exists() for p in ("layout.py", "ring.py", "engine.py"))
 
 
 @pytest.mark.launches

@@ -8,10 +8,12 @@ from threadworld import run_ranks
 
 from zero_mpi import checks, formulas
 from zero_mpi.model import MLP
-from zero_mpi.optim import Adam
+from zero_mpi.optim import SGD, Adam
 from zero_mpi.precision import Precision
+from zero_mpi.reducers import Naive
 from zero_mpi.run import run
 from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO2, ZeRO3
+from zero_mpi.training import Training
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=" ".join)
@@ -231,6 +233,43 @@ def test_ranks_with_other_settings_all_raise_the_same(S):
     messages = run_ranks(3, work)
     assert len(set(messages)) == 1
     assert messages[0].startswith("optimizer: expected the same on every rank") and "rank 2" in messages[0]
+
+
+OTHERS = {
+    "model": {"model": MLP((7, 4, 3))},
+    "precision": {"precision": "fp32"},
+    "optimizer": {"optimizer": SGD()},
+    "training": {"training": Training(clip_norm=1.0)},
+    "reducer": {"reducer": Naive},
+    "initial weights": {"init_seed": 1},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_setting_that_ranks_must_share_is_compared(name):
+    def work(comm):
+        options = {"model": M, **(OTHERS[name] if comm.rank == 2 else {})}
+        with pytest.raises(ValueError) as caught:
+            ZeRO1(options.pop("model"), comm, **options)
+        return str(caught.value)
+
+    (message,) = set(run_ranks(3, work))
+    assert message.startswith(f"{name}: expected the same on every rank") and "on rank 2" in message
+
+
+@pytest.mark.parametrize("S", SCHEMES)
+def test_what_is_owned_are_views_of_the_bands(S):
+    def work(comm):
+        scheme = S(M, comm)
+        for u in scheme.units:
+            for _, _, _, array in scheme.owned(u):
+                array[...] = 5
+        bands = [*scheme.params, *scheme.grads]
+        bands += [slot for state in scheme.optimizer_state for slot in state.values()]
+        return sum(int((band == 5).sum()) for band in bands)
+
+    # Five arrays of 58 elements, each owned once.
+    assert sum(run_ranks(3, work)) == 5 * 58
 
 
 def test_ranks_with_other_initial_weights_all_raise_the_same():
