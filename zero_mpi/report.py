@@ -30,7 +30,7 @@ APART_FROM_RING = (
 
 FOOTER = (
     "The checks compare integers, rank by rank. Ranks differ by a few elements where N does not divide a "
-    "unit: blocks are uneven, never padded. Counted: every byte a step hands to MPI; control is the loss. "
+    "unit: blocks are uneven, never padded. Counted: every byte a step hands to MPI; control is what ranks agree on. "
     "Not counted: what MPI adds to a message, and what the checks themselves gather between steps."
 )
 
@@ -125,7 +125,7 @@ def learning(result: dict[str, Any]) -> list[str]:
         rows.append(
             [
                 row["name"],
-                "not finite" if row["final_loss"] is None else _loss(row["final_loss"], 6),
+                _final(row),
                 "not checked" if apart is None else difference(apart),
                 "not checked" if identical is None else f"{identical} of {steps}",
                 row["theta_digest"],
@@ -317,12 +317,16 @@ def sweep(results: dict[int, dict[str, Any]]) -> list[str]:
 
     losses = [["N", *names.values()]]
     for n, result in results.items():
-        losses.append([str(n), *(_loss(r["final_loss"], 6) for r in result["learning"]["schemes"].values())])
-    return [
+        losses.append([str(n), *(_final(row) for row in result["learning"]["schemes"].values())])
+    traffic = [
         "Traffic per rank and step, in units of n_params x bytes of the wire dtype,",
         "measured (mean over ranks) and, beside it, the formula",
         *rows("traffic", lambda row: sum(row["mean_units"].values()), "formula_units"),
         "",
+    ]
+    counted_bytes = all(row["counted"] for row in first["traffic"].values())
+    return [
+        *(traffic if counted_bytes else []),
         "Memory per rank, bytes per parameter, measured (mean over ranks) and formula",
         *rows("memory", lambda row: row["mean_bytes_per_param"], "formula_bytes_per_param"),
         "",
@@ -480,6 +484,11 @@ def _umask() -> int:
 def _loss(value: float, digits: int) -> str:
     """Return a loss with so many digits, in the form that does not fill the line."""
     return f"{value:.{digits}f}" if abs(value) < 1e6 else f"{value:.{digits}e}"
+
+
+def _final(row: dict[str, Any]) -> str:
+    """Return a scheme's last loss, which may be one of a skipped step."""
+    return "not finite" if row["final_loss"] is None else _loss(row["final_loss"], 6)
 
 
 def difference(value: float | str) -> str:
