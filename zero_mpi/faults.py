@@ -168,35 +168,45 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
         return 0
     with comm.together():
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
-    outcomes = [make(comm, fault, S) for fault in faults for S in SCHEMES if S.key in fault.schemes]
+    possible = [fault for fault in faults if comm.size >= fault.least_ranks]
+    outcomes = [make(comm, fault, S) for fault in possible for S in SCHEMES if S.key in fault.schemes]
+    not_made = [fault for fault in faults if fault not in possible]
     code = 0 if all(o.caught for o in outcomes) else 1
     if comm.rank == 0:
-        evidence = {"ranks": comm.size, "faults": [o._asdict() for o in outcomes], "exit_code": code}
+        evidence = {
+            "ranks": comm.size,
+            "faults": [o._asdict() for o in outcomes],
+            "not_made": [fault.name for fault in not_made],
+            "exit_code": code,
+        }
         wrong = [target.write({"schema": SCHEMA, **evidence})] if target is not None else []
-        if report.complain_of([*wrong, report.say(lines(outcomes, comm.size))]):
+        if report.complain_of([*wrong, report.say(lines(outcomes, comm.size, not_made))]):
             code = code or 2
     return int(comm.allgather_scalar(code, np.int64)[0])
 
 
-def lines(outcomes: Sequence[Outcome], size: int) -> list[str]:
+def lines(outcomes: Sequence[Outcome], size: int, not_made: Sequence[Fault] = ()) -> list[str]:
     """Return the matrix of faults; schemes of the same outcome share a line."""
     merged: dict[tuple, list[str]] = {}
     for o in outcomes:
         seen = " ".join(_LETTERS.get(check, check) for check in o.checks) or "nothing"
         step, unit = ("-" if value is None else str(value) for value in (o.step, o.unit))
-        row = (o.fault, seen, step, unit, o.cause or "-", "" if o.caught else "ESCAPED")
+        row = (o.fault, seen, step, unit, o.cause or "-", o.caught)
         merged.setdefault(row, []).append(_SHORT[o.scheme])
-    rows = [["fault", "schemes", "seen by", "step", "unit", "class", ""]]
-    rows += [[row[0], " ".join(schemes), *row[1:]] for row, schemes in merged.items()]
+    # The mark is in front: behind a long class it would not fit.
+    rows = [["", "fault", "schemes", "seen by", "step", "unit", "class"]]
+    for (name, seen, step, unit, cause, caught), schemes in merged.items():
+        rows.append(["" if caught else "ESCAPED", name, " ".join(schemes), seen, step, unit, cause])
+    if all(o.caught for o in outcomes):
+        rows = [row[1:] for row in rows]
     caught = sum(o.caught for o in outcomes)
-    return [
-        f"Faults made on purpose, on {size} ranks",
-        *report.table(rows, left=7),
-        "",
-        *report.wrapped("  ", LEGEND),
-        "",
-        f"  {caught} of {len(outcomes)} caught, and their cause named",
-    ]
+    said = [f"Faults made on purpose, on {size} ranks"]
+    if outcomes:
+        said += [*report.table(rows, left=7), "", *report.wrapped("  ", LEGEND), ""]
+    for fault in not_made:
+        words = f"{fault.name}: not made, it is no mistake below {fault.least_ranks} ranks"
+        said += [*report.wrapped("  ", words), ""]
+    return [*said, f"  {caught} of {len(outcomes)} caught, and their cause named"]
 
 
 LEGEND = (

@@ -98,8 +98,8 @@ def measure(comm: Communicator, args: argparse.Namespace) -> list[Row]:
     rows = []
     for i, scheme in enumerate(trained):
         # Gradients are whole on rank 0 alone.
-        apart = ulp_distances(gradients[i], gradients[0]) if comm.rank == 0 else np.zeros(1, np.int64)
-        from_exact = ulp_distances(gradients[i], exact) if comm.rank == 0 else np.zeros(1, np.int64)
+        apart = parting.ulp_distances(gradients[i], gradients[0]) if comm.rank == 0 else np.zeros(1, np.int64)
+        from_exact = parting.ulp_distances(gradients[i], exact) if comm.rank == 0 else np.zeros(1, np.int64)
         rows.append(_row(scheme, apart, from_exact, distances[i], losses[i], _identical(comm, args, scheme)))
     return rows
 
@@ -164,15 +164,6 @@ def _in_float64(reference: Reference, batches: Sequence[MicroBatches]) -> np.nda
             total += gradient[u]
         means.append((total / reference.size).astype(np.float32))
     return np.concatenate(means)
-
-
-def ulp_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return how many steps from float to float lead from each of `a` to that of `b`; float32, shape (n,)."""
-    ordered = []
-    for x in (a, b):
-        bits = x.view(np.int32).astype(np.int64)
-        ordered.append(np.where(bits >= 0, bits, -(bits & 0x7FFFFFFF)))
-    return np.abs(ordered[0] - ordered[1])
 
 
 def main(comm: Communicator, argv: Sequence[str]) -> int:
