@@ -164,7 +164,7 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
     comm.agree(only=args.only)
     if args.list:
         if comm.rank == 0:
-            report.say(report.table([["fault", "what it does"], *([f.name, f.what] for f in faults)], 2))
+            report.say([line for f in faults for line in report.wrapped(f"  {f.name:<23} ", f.what)])
         return 0
     with comm.together():
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
@@ -189,30 +189,43 @@ def lines(outcomes: Sequence[Outcome], size: int, not_made: Sequence[Fault] = ()
     """Return the matrix of faults; schemes of the same outcome share a line."""
     merged: dict[tuple, list[str]] = {}
     for o in outcomes:
-        seen = " ".join(_LETTERS.get(check, check) for check in o.checks) or "nothing"
+        seen = "".join(_LETTERS.get(check, check) for check in o.checks) or "nothing"
         step, unit = ("-" if value is None else str(value) for value in (o.step, o.unit))
         row = (o.fault, seen, step, unit, o.cause or "-", o.caught)
         merged.setdefault(row, []).append(_SHORT[o.scheme])
-    # The mark is in front: behind a long class it would not fit.
-    rows = [["", "fault", "schemes", "seen by", "step", "unit", "class"]]
-    for (name, seen, step, unit, cause, caught), schemes in merged.items():
-        rows.append(["" if caught else "ESCAPED", name, " ".join(schemes), seen, step, unit, cause])
-    if all(o.caught for o in outcomes):
-        rows = [row[1:] for row in rows]
-    caught = sum(o.caught for o in outcomes)
+    rows = [["fault", "under", "seen by", "step", "unit", "class"]]
+    rows += [[row[0], "".join(schemes), *row[1:-1]] for row, schemes in merged.items()]
+    table = report.table(rows, left=6)
     said = [f"Faults made on purpose, on {size} ranks"]
     if outcomes:
-        said += [*report.table(rows, left=7), "", *report.wrapped("  ", LEGEND), ""]
+        # The mark takes no column: beside a long class there is no room for one.
+        marks = ["  ", *("  " if row[-1] else "! " for row in merged)]
+        said += [mark + line[2:] for mark, line in zip(marks, table, strict=True)]
+        said += ["", *report.wrapped("  ", LEGEND), ""]
     for fault in not_made:
         words = f"{fault.name}: not made, it is no mistake below {fault.least_ranks} ranks"
         said += [*report.wrapped("  ", words), ""]
+    for o in outcomes:
+        if not o.caught:
+            due = FAULTS[o.fault]
+            words = f"seen by {', '.join(o.checks) or 'nothing'}, called {o.cause or 'nothing'}; "
+            words += f"expected {due.check}, {due.cause or 'nothing'}"
+            said += report.wrapped("! ESCAPED  ", f"{o.fault} under {o.scheme}: {words}")
+    caught = sum(o.caught for o in outcomes)
     return [*said, f"  {caught} of {len(outcomes)} caught, and their cause named"]
 
 
 LEGEND = (
-    "schemes: D data parallel, 1 2 3 ZeRO. seen by: L learning (beside data parallel without the fault), R "
-    "the reference, M memory, T traffic, A audit; or the error that ends the run: set-up, non-finite, order "
-    "of units. step, unit: where numbers first part. class: what the evidence takes for the cause."
+    "under: D data parallel, 1 2 3 ZeRO. seen by: L learning (beside data parallel without the fault), R "
+    "the reference, M memory, T traffic, A audit; or the error that ends the run: set-up, order (of units), "
+    "NaN (or infinity). step, unit: where numbers first part. class: what the evidence takes for the cause."
 )
-_LETTERS = {"learning": "L", "reference": "R", "memory": "M", "traffic": "T", "audit": "A"}
+_LETTERS = {
+    "learning": "L",
+    "reference": "R",
+    "memory": "M",
+    "traffic": "T",
+    "audit": "A",
+    "non-finite": "NaN",
+}
 _SHORT = {S.name: name for S, name in zip(SCHEMES, ("D", "1", "2", "3"), strict=False)}
