@@ -208,13 +208,17 @@ def lines(args: argparse.Namespace, results: dict[int, list[Row]]) -> list[str]:
             exact = [f"{r.exact_share:.1%}", str(r.exact_max_ulp)]
             table.append([r.reducer, f"{r.share:.1%}", f"{r.median_ulp:g}", str(r.max_ulp), *exact])
         out += report.table(table)
-        out += ["", f"{size} ranks: max |θ-θ_ring| after steps, the last loss, and what a rank sends in one"]
-        table = [["order", *(f"step {s}" for s in steps), "loss", "bytes", "messages", "schemes"]]
+        out += ["", f"{size} ranks: max |θ-θ_ring| after so many steps, and the last loss"]
+        table = [["order", *(f"step {s}" for s in steps), "loss"]]
         for r in rows:
-            sent = [_counted(r.bytes_a_rank), _counted(r.messages_a_rank)]
-            same = {True: "same", False: "PART", None: "n/a"}[r.schemes_identical]
             apart = (report.difference(r.distances[s]) for s in steps)
-            table.append([r.reducer, *apart, f"{r.final_loss:.6f}", *sent, same])
+            table.append([r.reducer, *apart, f"{r.final_loss:.6g}"])
+        out += report.table(table)
+        out += ["", f"{size} ranks: what a rank sends in a step, the one that sends most"]
+        table = [["order", "bytes", "messages", "schemes"]]
+        for r in rows:
+            same = {True: "same", False: "PART", None: "n/a"}[r.schemes_identical]
+            table.append([r.reducer, _counted(r.bytes_a_rank), _counted(r.messages_a_rank), same])
         out += report.table(table)
     text = (
         "At N = 2 all agree, since a + b = b + a. From three ranks on another order gives other bits, and "
