@@ -17,6 +17,7 @@ of a unit are added modulo 2^64 (`add`).
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -72,18 +73,19 @@ class Chain:
 
         Parameters
         ----------
-        params, grads : for each unit its whole array, any shape, or the sum of its blocks' digests.
+        params, grads : for each unit its whole array, any shape, of 2, 4 or 8 bytes an element; or the sum of
+            its blocks' digests.
 
         Raises
         ------
-        ValueError : steps that do not rise, or another number of units or of elements.
+        ValueError, TypeError : steps that do not rise, another number of units or of elements, or no array.
         """
         if self.links and step <= self.links[-1].step:
             raise ValueError(f"step: expected more than {self.links[-1].step}, got {step}")
         self.links.append(
             Link(
-                step,
-                loss,
+                int(step),
+                None if loss is None else float(loss),
                 None if data is None else _hex(data),
                 None if grads is None else self._digests("grads", grads),
                 self._digests("params", params),
@@ -99,7 +101,10 @@ class Chain:
                 if unit.size != numel:
                     raise ValueError(f"{name} of unit {u}: expected {numel} elements, got {unit.size}")
                 unit = digest(np.ascontiguousarray(unit).reshape(-1), 0, u)
-            texts.append(_hex(unit))
+            elif not isinstance(unit, (int, np.integer)):
+                kind = type(unit).__name__
+                raise TypeError(f"{name} of unit {u}: expected a numpy array or a digest, got {kind}")
+            texts.append(_hex(int(unit)))
         return texts
 
 
@@ -112,6 +117,8 @@ def write(path: str | os.PathLike, chains: Mapping[str, Chain], settings: Mappin
 
 def document(chains: Mapping[str, Chain], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `write` writes."""
+    if not chains:
+        raise ValueError("chains: expected at least one, got none")
     return {
         "schema": SCHEMA,
         "settings": {**settings, "unit_numels": list(next(iter(chains.values())).units)},
@@ -128,26 +135,46 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
     """
     name = os.fspath(path)
     try:
+        # What is no file, such as a pipe, may never end.
+        if not stat.S_ISREG(os.stat(name).st_mode) and not os.path.isdir(name):
+            raise ValueError(f"{name}: expected a certificate, got no regular file")
         with open(name, encoding="utf-8") as file:
-            found = json.load(file)
+            text = file.read()
     except OSError as error:
-        raise ValueError(f"{name}: {error.strerror}") from None
-    except ValueError:
-        raise ValueError(f"{name}: expected a certificate, got a file that is damaged or no JSON") from None
+        raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{name}: expected a certificate, got a file that is no text") from None
     try:
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"{name}: expected a certificate, {SCHEMA}, got {found['schema']}")
-        found["chains"] = {key: [Link(**link) for link in links] for key, links in found["chains"].items()}
-        complete = found["chains"] and all(
-            len(link.params) == len(found["settings"]["unit_numels"])
-            for links in found["chains"].values()
-            for link in links
-        )
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name}: expected a certificate, got a file that is damaged or no JSON") from None
+    schema = found.get("schema") if isinstance(found, dict) else None
+    if schema != SCHEMA:
+        got = f"JSON with the schema {schema}" if isinstance(schema, str) else "JSON that is none"
+        raise ValueError(f"{name}: expected a certificate, {SCHEMA}, got {got}")
+    try:
+        units = len(found["settings"]["unit_numels"])
+        chains = {key: [Link(**link) for link in links] for key, links in found["chains"].items()}
+        wrong = next((key for key, links in chains.items() if not _is_chain(links, units)), None)
     except (KeyError, TypeError, AttributeError):
-        complete = False
-    if not complete:
-        raise ValueError(f"{name}: expected a certificate, got JSON that is none")
-    return dict(found)
+        chains, wrong = {}, None
+    if not chains or wrong is not None:
+        which = "" if wrong is None else f", in chain {wrong}"
+        raise ValueError(f"{name}: expected a certificate, got one that lacks something{which}")
+    return {**found, "chains": chains}
+
+
+def _is_chain(links: Sequence[Link], units: int) -> bool:
+    """Return whether links that were read are such as `Chain` writes: steps that rise, a digest a unit."""
+    steps = [link.step for link in links]
+    digests = [texts for link in links for texts in (link.grads, link.params) if texts is not None]
+    return (
+        all(type(step) is int for step in steps)
+        and steps == sorted(set(steps))
+        and all(type(texts) is list and len(texts) == units for texts in digests)
+        and all(link.params is not None for link in links)
+        and all(type(text) is str and len(text) == 16 for texts in digests for text in texts)
+    )
 
 
 class Comparison(NamedTuple):
@@ -210,9 +237,10 @@ def _compared(one: str, a: Mapping[str, Any], other: str, b: Mapping[str, Any]) 
     stored = [certificate["settings"].get("grads_dtype") for certificate in (a, b)]
     if stored[0] != stored[1]:
         not_compared.append(f"gradients, stored as {stored[0]} and {stored[1]}")
-    without = [link for pair in pairs for link in pair if link.step > 0 and link.grads is None]
-    if without:
-        not_compared.append(f"gradients of {len(without)} steps that one of them has not taken")
+    for name, words in (("data", "data"), ("grads", "gradients")):
+        without = [x for x, y in pairs if x.step > 0 and None in (getattr(x, name), getattr(y, name))]
+        if without:
+            not_compared.append(f"{words} of {len(without)} steps, of which one of them has no digest")
     if not pairs:
         raise ValueError("steps: expected some that both certificates have, got none")
     parted = [(x, y, found) for x, y in pairs if (found := _parts(x, y, stored[0] == stored[1]))]

@@ -148,24 +148,17 @@ def unit_digests(scheme: Scheme) -> tuple[list[int], list[int]]:
 
 
 def rows_digest(micro_batches: MicroBatches) -> int:
-    """Return the digest of one rank's part of a global batch, in its order. Local."""
+    """Return the digest of one rank's rows of a step, the same in any order. Local."""
     total = 0
-    for k, batch in enumerate(micro_batches):
-        for i, array in enumerate(batch):
-            total += digest(np.ascontiguousarray(array).reshape(-1), 0, 2 * k + i)
+    for x, y in micro_batches:
+        for row in zip(x, y, strict=True):
+            total += sum(digest(np.ascontiguousarray(part).reshape(-1), 0, i) for i, part in enumerate(row))
     return total % 2**64
 
 
 def data_digest(comm: Communicator, micro_batches: MicroBatches) -> int:
-    """Return the digest of all rows of a step, whoever has them. Collective; 8 control bytes a message.
-
-    It adds up over rows, so it is the same however the rows of a step are dealt to ranks.
-    """
-    mine = 0
-    for x, y in micro_batches:
-        for row in zip(x, y, strict=True):
-            mine += sum(digest(np.ascontiguousarray(part).reshape(-1), 0, i) for i, part in enumerate(row))
-    parts = comm.allgather_scalar(np.uint64(mine % 2**64), np.uint64)
+    """Return the digest of all rows of a step, whoever has them. Collective; 8 control bytes a message."""
+    parts = comm.allgather_scalar(np.uint64(rows_digest(micro_batches)), np.uint64)
     return sum(int(part) for part in parts) % 2**64
 
 

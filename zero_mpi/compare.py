@@ -70,13 +70,13 @@ def lines(
     first: str, second: str, found: Sequence[Comparison], differ: Sequence[tuple[str, Any, Any]]
 ) -> list[str]:
     """Return the comparison as it is printed."""
-    out = [f"A {first}", f"B {second}", ""]
+    out = [*report.wrapped("A ", first), *report.wrapped("B ", second), ""]
     if differ:
         out += ["Settings that differ", *report.table([["", "A", "B"], *map(_row, differ)], left=3), ""]
     rows = [["A", "B", "same steps", "part first", "class"]]
     for c in found:
         same = f"{c.same_steps} of {c.steps}"
-        rows.append([c.first, c.second, same, _where(c), c.cause or "-"])
+        rows.append([_short(c.first, 12), _short(c.second, 12), same, _where(c), c.cause or "-"])
     out += ["Chains of digests", *report.table(rows, left=5), ""]
     for text in dict.fromkeys(text for c in found for text in c.not_compared):
         out += report.wrapped("  not compared: ", text)
@@ -94,11 +94,18 @@ def lines(
 
 def _row(setting: tuple[str, Any, Any]) -> list[str]:
     name, one, other = setting
-    return [name, *(text if len(text) <= 26 else f"{text[:23]}..." for text in (str(one), str(other)))]
+    return [_short(name, 20), *(_short(str(value), 26) for value in (one, other))]
+
+
+def _short(text: str, width: int) -> str:
+    """Return `text`, cut where it is longer than `width`."""
+    return text if len(text) <= width else f"{text[: width - 3]}..."
 
 
 def _where(c: Comparison) -> str:
     if not c.cause:
         return "nowhere"
+    # Its class says what is different of the data and of the initial weights.
+    phase = "" if c.phase in ("data", "initial weights") else f", {c.phase}"
     unit = "" if c.unit is None else f", unit {c.unit}"
-    return f"step {c.step}, {c.phase}{unit}"
+    return f"step {c.step}{phase}{unit}"

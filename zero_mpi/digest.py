@@ -28,6 +28,8 @@ def digest(array: np.ndarray, start: int = 0, unit: int = 0) -> int:
     Multilinear hashing (Carter and Wegman 1979) with weights that are odd, so that no change of one element
     is lost: one weight for the place in a piece of 8192, times one for the piece. About 1 ns an element.
     """
+    if array.dtype.itemsize not in _WORDS or array.dtype.hasobject:
+        raise TypeError(f"array: expected elements of 2, 4 or 8 bytes, got {array.dtype}")
     bits = array.view(_WORDS[array.dtype.itemsize])
     if array.dtype.itemsize == 8:
         # Two words an element.

@@ -163,45 +163,68 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
     comm.agree(only=args.only)
     if args.list:
         if comm.rank == 0:
-            report.say(report.table([["fault", "what it does"], *([f.name, f.what] for f in faults)], 2))
+            report.say([line for f in faults for line in report.wrapped(f"  {f.name:<23} ", f.what)])
         return 0
     with comm.together():
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
-    outcomes = [make(comm, fault, S) for fault in faults for S in SCHEMES if S.key in fault.schemes]
+    possible = [fault for fault in faults if comm.size >= fault.least_ranks]
+    outcomes = [make(comm, fault, S) for fault in possible for S in SCHEMES if S.key in fault.schemes]
+    not_made = [fault for fault in faults if fault not in possible]
     code = 0 if all(o.caught for o in outcomes) else 1
     if comm.rank == 0:
-        evidence = {"ranks": comm.size, "faults": [o._asdict() for o in outcomes], "exit_code": code}
+        evidence = {
+            "ranks": comm.size,
+            "faults": [o._asdict() for o in outcomes],
+            "not_made": [fault.name for fault in not_made],
+            "exit_code": code,
+        }
         wrong = [target.write({"schema": SCHEMA, **evidence})] if target is not None else []
-        if report.complain_of([*wrong, report.say(lines(outcomes, comm.size))]):
+        if report.complain_of([*wrong, report.say(lines(outcomes, comm.size, not_made))]):
             code = code or 2
     return int(comm.allgather_scalar(code, np.int64)[0])
 
 
-def lines(outcomes: Sequence[Outcome], size: int) -> list[str]:
+def lines(outcomes: Sequence[Outcome], size: int, not_made: Sequence[Fault] = ()) -> list[str]:
     """Return the matrix of faults; schemes of the same outcome share a line."""
     merged: dict[tuple, list[str]] = {}
     for o in outcomes:
-        seen = " ".join(_LETTERS.get(check, check) for check in o.checks) or "nothing"
+        seen = "".join(_LETTERS.get(check, check) for check in o.checks) or "nothing"
         step, unit = ("-" if value is None else str(value) for value in (o.step, o.unit))
-        row = (o.fault, seen, step, unit, o.cause or "-", "" if o.caught else "ESCAPED")
+        row = (o.fault, seen, step, unit, o.cause or "-", o.caught)
         merged.setdefault(row, []).append(_SHORT[o.scheme])
-    rows = [["fault", "schemes", "seen by", "step", "unit", "class", ""]]
-    rows += [[row[0], " ".join(schemes), *row[1:]] for row, schemes in merged.items()]
+    rows = [["fault", "under", "seen by", "step", "unit", "class"]]
+    rows += [[row[0], "".join(schemes), *row[1:-1]] for row, schemes in merged.items()]
+    table = report.table(rows, left=6)
+    said = [f"Faults made on purpose, on {size} ranks"]
+    if outcomes:
+        # The mark takes no column: beside a long class there is no room for one.
+        marks = ["  ", *("  " if row[-1] else "! " for row in merged)]
+        said += [mark + line[2:] for mark, line in zip(marks, table, strict=True)]
+        said += ["", *report.wrapped("  ", LEGEND), ""]
+    for fault in not_made:
+        words = f"{fault.name}: not made, it is no mistake below {fault.least_ranks} ranks"
+        said += [*report.wrapped("  ", words), ""]
+    for o in outcomes:
+        if not o.caught:
+            due = FAULTS[o.fault]
+            words = f"seen by {', '.join(o.checks) or 'nothing'}, called {o.cause or 'nothing'}; "
+            words += f"expected {due.check}, {due.cause or 'nothing'}"
+            said += report.wrapped("! ESCAPED  ", f"{o.fault} under {o.scheme}: {words}")
     caught = sum(o.caught for o in outcomes)
-    return [
-        f"Faults made on purpose, on {size} ranks",
-        *report.table(rows, left=7),
-        "",
-        *report.wrapped("  ", LEGEND),
-        "",
-        f"  {caught} of {len(outcomes)} caught, and their cause named",
-    ]
+    return [*said, f"  {caught} of {len(outcomes)} caught, and their cause named"]
 
 
 LEGEND = (
-    "schemes: D data parallel, 1 2 3 ZeRO. seen by: L learning (beside data parallel without the fault), R "
-    "the reference, M memory, T traffic, A audit; or the error that ends the run: set-up, non-finite, order "
-    "of units. step, unit: where numbers first part. class: what the evidence takes for the cause."
+    "under: D data parallel, 1 2 3 ZeRO. seen by: L learning (beside data parallel without the fault), R "
+    "the reference, M memory, T traffic, A audit; or the error that ends the run: set-up, order (of units), "
+    "NaN (or infinity). step, unit: where numbers first part. class: what the evidence takes for the cause."
 )
-_LETTERS = {"learning": "L", "reference": "R", "memory": "M", "traffic": "T", "audit": "A"}
+_LETTERS = {
+    "learning": "L",
+    "reference": "R",
+    "memory": "M",
+    "traffic": "T",
+    "audit": "A",
+    "non-finite": "NaN",
+}
 _SHORT = {S.name: name for S, name in zip(SCHEMES, ("D", "1", "2", "3"), strict=False)}

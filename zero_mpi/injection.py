@@ -23,7 +23,7 @@ SHARDED = ALL[1:]
 # From this step on, where a mistake needs a step before it.
 LATE = 3
 
-# The rank that makes the mistakes of one rank; a job of one rank makes it too.
+# The rank that makes the mistakes of one rank.
 CULPRIT = 1
 
 
@@ -36,6 +36,7 @@ class Fault(NamedTuple):
     check : the check that must fail; or "set-up", "non-finite" or "order", an error that must come.
     cause : the class that it must be given; "" where no number parts.
     needs : options of a run without which it does nothing, such as accumulate=2.
+    least_ranks : from how many ranks on it is a mistake at all.
     scheme : changes a scheme object that was just built. model, data : return what a rank gets instead.
     """
 
@@ -45,6 +46,7 @@ class Fault(NamedTuple):
     check: str
     cause: str
     needs: dict[str, Any]
+    least_ranks: int = 2
     scheme: Callable[[Any], None] | None = None
     model: Callable[[Model, int], Model] | None = None
     data: Callable[[Data, int], Data] | None = None
@@ -53,15 +55,40 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 
+def check_makes_a_difference(fault: Fault, schemes: Sequence[str], size: int, **options: Any) -> None:
+    """Raise ValueError if `fault` would do nothing in a run. Local.
+
+    Parameters
+    ----------
+    schemes : keys of those that run, on `size` ranks. options : of the run, as a Fault's `needs` names them.
+    """
+    name = f"--inject {fault.name}"
+    if size < fault.least_ranks:
+        raise ValueError(f"{name}: expected at least {fault.least_ranks} ranks, got {size}")
+    if not set(schemes) & set(fault.schemes):
+        raise ValueError(f"{name}: expected --scheme {' or '.join(fault.schemes)}, got {', '.join(schemes)}")
+    for option, value in fault.needs.items():
+        least = 2 if option == "accumulate" else None
+        if options[option] is None or options[option] is False or (least and options[option] < least):
+            text = "" if value is True else f" {value}"
+            raise ValueError(f"{name}: expected --{option.replace('_', '-')}{text} beside it")
+
+
 def fault(
-    name: str, check: str, cause: str = "", schemes: tuple[str, ...] = ALL, on: str = "scheme", **needs: Any
+    name: str,
+    check: str,
+    cause: str = "",
+    schemes: tuple[str, ...] = ALL,
+    on: str = "scheme",
+    least_ranks: int = 2,
+    **needs: Any,
 ) -> Callable[[Callable], Callable]:
     """Enter a function as the fault called `name`; its docstring says what it is. on : what it changes."""
 
     def enter(function: Callable) -> Callable:
         what = (function.__doc__ or "").strip().rstrip(".")
         changed: dict[str, Any] = {on: function}
-        FAULTS[name] = Fault(name, what, schemes, check, cause, needs, **changed)
+        FAULTS[name] = Fault(name, what, schemes, check, cause, needs, least_ranks, **changed)
         return function
 
     return enter
@@ -227,9 +254,10 @@ def stale_gradient(scheme: Any) -> None:
     _instead(scheme, "update", make)
 
 
-@fault("rotated-ring", "learning", "summation order")
+# Of two terms there is one sum: a + b = b + a.
+@fault("rotated-ring", "learning", "summation order", least_ranks=3)
 def rotated_ring(scheme: Any) -> None:
-    """The ring starts each block a rank late: the same terms in another order."""
+    """The ring starts each block a rank late: other bits, but where 16-bit terms add up exactly."""
     comm = scheme.comm
 
     def scatter(u: int, x: np.ndarray) -> np.ndarray:

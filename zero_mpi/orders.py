@@ -97,8 +97,8 @@ def measure(comm: Communicator, args: argparse.Namespace) -> list[Row]:
     rows = []
     for i, scheme in enumerate(trained):
         # Gradients are whole on rank 0 alone.
-        apart = ulp_distances(gradients[i], gradients[0]) if comm.rank == 0 else np.zeros(1, np.int64)
-        from_exact = ulp_distances(gradients[i], exact) if comm.rank == 0 else np.zeros(1, np.int64)
+        apart = parting.ulp_distances(gradients[i], gradients[0]) if comm.rank == 0 else np.zeros(1, np.int64)
+        from_exact = parting.ulp_distances(gradients[i], exact) if comm.rank == 0 else np.zeros(1, np.int64)
         rows.append(_row(scheme, apart, from_exact, distances[i], losses[i], _identical(comm, args, scheme)))
     return rows
 
@@ -165,15 +165,6 @@ def _in_float64(reference: Reference, batches: Sequence[MicroBatches]) -> np.nda
     return np.concatenate(means)
 
 
-def ulp_distances(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return how many steps from float to float lead from each of `a` to that of `b`; float32, shape (n,)."""
-    ordered = []
-    for x in (a, b):
-        bits = x.view(np.int32).astype(np.int64)
-        ordered.append(np.where(bits >= 0, bits, -(bits & 0x7FFFFFFF)))
-    return np.abs(ordered[0] - ordered[1])
-
-
 def main(comm: Communicator, argv: Sequence[str]) -> int:
     """Run the command on every rank; return 1 if the schemes part under an order that is known, else 0."""
     with comm.together():
@@ -216,13 +207,17 @@ def lines(args: argparse.Namespace, results: dict[int, list[Row]]) -> list[str]:
             exact = [f"{r.exact_share:.1%}", str(r.exact_max_ulp)]
             table.append([r.reducer, f"{r.share:.1%}", f"{r.median_ulp:g}", str(r.max_ulp), *exact])
         out += report.table(table)
-        out += ["", f"{size} ranks: max |θ-θ_ring| after steps, the last loss, and what a rank sends in one"]
-        table = [["order", *(f"step {s}" for s in steps), "loss", "bytes", "messages", "schemes"]]
+        out += ["", f"{size} ranks: max |θ-θ_ring| after so many steps, and the last loss"]
+        table = [["order", *(f"step {s}" for s in steps), "loss"]]
         for r in rows:
-            sent = [_counted(r.bytes_a_rank), _counted(r.messages_a_rank)]
-            same = {True: "same", False: "PART", None: "n/a"}[r.schemes_identical]
             apart = (report.difference(r.distances[s]) for s in steps)
-            table.append([r.reducer, *apart, f"{r.final_loss:.6f}", *sent, same])
+            table.append([r.reducer, *apart, f"{r.final_loss:.6g}"])
+        out += report.table(table)
+        out += ["", f"{size} ranks: what a rank sends in a step, the one that sends most"]
+        table = [["order", "bytes", "messages", "schemes"]]
+        for r in rows:
+            same = {True: "same", False: "PART", None: "n/a"}[r.schemes_identical]
+            table.append([r.reducer, _counted(r.bytes_a_rank), _counted(r.messages_a_rank), same])
         out += report.table(table)
     text = (
         "At N = 2 all agree, since a + b = b + a. From three ranks on another order gives other bits, and "

@@ -2,8 +2,8 @@
 
 Not for: noticing that something parted (run.py), or printing it (report.py).
 
-Each class of cause is a test that either reproduces the scheme's bits, or fits its numbers with an error no
-larger than rounding. What no test explains is "unknown".
+Each class of cause is a test that either reproduces the scheme's bits in every block that parts, or fits its
+numbers there with an error no larger than rounding. What no test explains is "unknown".
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .comm import Communicator
-from .precision import dtype_of
+from .precision import WIRE_DTYPES, dtype_of
 from .reference import ORDERS, Reference, in_turn
 from .schemes import Scheme
 
@@ -31,13 +31,22 @@ CLASSES = (
     "unknown",
 )
 
+# Half the distance from 1 to the next number: what one rounding changes at most, relative.
+_ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+# Half the distance between float16's smallest numbers: what one rounding changes at most, absolute.
+_SMALLEST = 2.0**-25
+
+# So many elements of another wire's rounding are no accident: one of them alone is, once in a few tries.
+_ENOUGH = 8
+
 
 class Parting(NamedTuple):
     """The first element that parts, and the cause.
 
     Fields
     ------
-    phase : "gradient", "parameters" or "replica" (a copy of others' parameters that a rank holds whole).
+    phase : "gradient", "parameters", "replica" (parameters, others' among them, that a rank holds whole) or
+        "optimizer" (its state, where it alone parts).
     unit, tensor, place : where; the place is the index in the tensor. rank : its owner, or who holds the
         replica.
     observed, expected : the two values, and their bits in `dtype`, hexadecimal. ulp : how many steps from
@@ -70,12 +79,16 @@ class Observed(NamedTuple):
     Fields
     ------
     gradients : unit -> float32, (numel,), of the units that are trained. theta : float32, one for each unit.
+    stored : the same in the parameters' dtype, which is theta itself without a master.
+    state : one for each unit: slot -> float32, (numel,).
     replicas : one for each rank: the units it holds whole, in the parameters' dtype, or None.
     norms : of each rank. other_data : ranks that did not train on the batch that the reference drew for them.
     """
 
     gradients: dict[int, np.ndarray]
     theta: list[np.ndarray]
+    stored: list[np.ndarray]
+    state: list[dict[str, np.ndarray]]
     replicas: list[list[np.ndarray] | None]
     norms: list[float | None]
     other_data: list[int]
@@ -87,12 +100,16 @@ def observe(scheme: Scheme, other_data: Sequence[int]) -> Observed | None:
     It is control traffic, and asked for once a run, when something parted.
     """
     comm = scheme.comm
-    gradients, theta = {}, []
+    gradients, theta, stored, state = {}, [], [], []
     for u in scheme.units:
-        arrays = {name: array for name, _, _, array in scheme.owned(u)}
-        theta.append(_gathered(comm, scheme.owned_theta(u), scheme.blocks[u].numel))
+        numel = scheme.blocks[u].numel
+        theta.append(_gathered(comm, scheme.owned_theta(u), numel))
+        arrays = {name: _gathered(comm, array, numel) for name, _, _, array in scheme.owned(u)}
+        arrays.pop("master", None)
+        stored.append(arrays.pop("params"))
         if "grads" in arrays:
-            gradients[u] = _gathered(comm, arrays["grads"], scheme.blocks[u].numel)
+            gradients[u] = arrays.pop("grads")
+        state.append(arrays)
     replicas: list[Any] = [None] * comm.size
     if scheme.replica(0) is not None:
         whole = [scheme.replica(u) for u in scheme.units]
@@ -104,7 +121,9 @@ def observe(scheme: Scheme, other_data: Sequence[int]) -> Observed | None:
             for rank, box in enumerate(boxes or ()):
                 replicas[rank] = [*(replicas[rank] or ()), box]
     norms = comm.allgather_object(scheme.grad_norm)
-    return Observed(gradients, theta, replicas, norms, list(other_data)) if comm.rank == 0 else None
+    if comm.rank != 0:
+        return None
+    return Observed(gradients, theta, stored, state, replicas, norms, list(other_data))
 
 
 def _gathered(comm: Communicator, block: np.ndarray, numel: int) -> np.ndarray:
@@ -121,7 +140,7 @@ def _gathered(comm: Communicator, block: np.ndarray, numel: int) -> np.ndarray:
 def find(step: int, seen: Observed, reference: Reference) -> Parting | None:
     """Return where `seen` first parts from what the reference has after `step`; None if nowhere. Local."""
     finder = _Finder(step, seen, reference)
-    return finder.gradient() or finder.parameters() or finder.replica()
+    return finder.gradient() or finder.parameters() or finder.replica() or finder.optimizer()
 
 
 class _Finder:
@@ -130,6 +149,9 @@ class _Finder:
         self.model, self.size = reference.model, reference.size
         self.theta = reference._split(reference.theta)
         self.theta_before = reference._split(reference.before[0])
+        stored = reference.precision.params
+        self.stored = [_through(dtype_of(stored), unit) for unit in self.theta]
+        self.stored_before = [_through(dtype_of(stored), unit) for unit in self.theta_before]
 
     # Where.
 
@@ -146,20 +168,31 @@ class _Finder:
             if not _same(observed, expected):
                 cause, why = self._first(self._causes_of_parameters(u, observed, expected))
                 return self._parting("parameters", u, observed, expected, cause, why, "float32")
+        for u, (observed, expected) in enumerate(zip(self.seen.stored, self.stored, strict=True)):
+            if not _same(observed, expected):
+                causes = self._causes_of_copy("their owner", observed, expected, self.stored_before[u])
+                name = self.reference.precision.params
+                return self._parting("parameters", u, observed, expected, *self._first(causes), name)
         return None
 
     def replica(self) -> Parting | None:
-        stored = dtype_of(self.reference.precision.params)
         for rank, units in enumerate(self.seen.replicas):
             for u, replica in enumerate(units or ()):
-                observed = replica.astype(np.float32)
-                expected = self.theta[u].astype(stored).astype(np.float32)
-                if _same(observed, expected):
-                    continue
-                before = self.theta_before[u].astype(stored).astype(np.float32)
-                cause, why = self._first(self._causes_of_replica(rank, observed, expected, before))
-                name = self.reference.precision.params
-                return self._parting("replica", u, observed, expected, cause, why, name, rank)
+                observed, expected = replica.astype(np.float32), self.stored[u]
+                if not _same(observed, expected):
+                    causes = self._causes_of_copy(f"rank {rank}", observed, expected, self.stored_before[u])
+                    name = self.reference.precision.params
+                    return self._parting("replica", u, observed, expected, *self._first(causes), name, rank)
+        return None
+
+    def optimizer(self) -> Parting | None:
+        for slot, whole in self.reference.state.items():
+            before = self.reference._split(self.reference.before[1][slot])
+            for u, expected in enumerate(self.reference._split(whole)):
+                observed = self.seen.state[u].get(slot, expected)
+                if not _same(observed, expected):
+                    causes = self._causes_of_copy(f"the owner of {slot}", observed, expected, before[u])
+                    return self._parting("optimizer", u, observed, expected, *self._first(causes), "float32")
         return None
 
     def _parting(
@@ -182,13 +215,13 @@ class _Finder:
             u,
             tensor,
             index,
-            self._owner(u, first) if rank is None else rank,
+            self._owner_of(observed.size, first) if rank is None else rank,
             dtype,
             float(observed[first]),
             float(expected[first]),
             _bits(observed[first : first + 1], dtype),
             _bits(expected[first : first + 1], dtype),
-            ulp_distance(observed[first : first + 1], expected[first : first + 1], dtype),
+            int(ulp_distances(observed[first : first + 1], expected[first : first + 1], dtype)[0]),
             apart.size,
             observed.size,
             cause,
@@ -203,8 +236,8 @@ class _Finder:
             place -= numel
         return "beyond the unit's tensors", (place,)
 
-    def _owner(self, u: int, place: int) -> int:
-        edges = np.cumsum([part.size for part in self._blocks(np.arange(self.model.units[u]))])
+    def _owner_of(self, numel: int, place: int) -> int:
+        edges = np.cumsum([part.size for part in self._blocks(np.empty(numel))])
         return int(np.searchsorted(edges, place, side="right"))
 
     def _blocks(self, unit: np.ndarray) -> list[np.ndarray]:
@@ -232,10 +265,14 @@ class _Finder:
             if _same(observed, self.reference.mean_if(u, reduce_every=every)):
                 yield "order of accumulation", f"reducing once every {every} gives these bits"
         yield from self._other_wire(u, observed, expected)
-        yield from self._moved(observed, expected, "gradient")
+        again = [
+            partial(self.reference.mean_if, u, changed=partial(self._displaced, d)) for d in self._others
+        ]
+        yield from self._moved(observed, expected, "gradient", again)
         before = self.reference.means_before.get(u)
-        if before is not None and _all_of(observed, expected, before):
-            yield "stale", "where it differs it equals the gradient of the step before"
+        # Zeros are also what never came.
+        if before is not None and self._equals(observed, expected, before) and observed.any():
+            yield "stale", "where it parts it equals the gradient of the step before"
         yield from self._other_sum(u, observed, expected)
 
     def _causes_of_parameters(
@@ -243,31 +280,26 @@ class _Finder:
     ) -> Iterator[tuple[str, str]]:
         yield from self._other_data()
         yield from _not_finite(observed, expected)
-        if _all_of(observed, expected, self.theta_before[u]):
-            yield "stale", "where they differ they equal the parameters before this step's update"
+        if self._equals(observed, expected, self.theta_before[u]):
+            yield "stale", "where they part they equal the parameters before this step's update"
         yield from self._other_scale(u, observed, expected)
         gradient = self.reference.means.get(u)
         if gradient is not None:
-            for shift in (-1, 1):
-                blocks = self._blocks(gradient)
-                moved = [
-                    np.resize(blocks[(b + shift) % self.size], block.size) for b, block in enumerate(blocks)
-                ]
-                if _all_of(observed, expected, self._updated(u, np.concatenate(moved), self._scale())):
-                    side = "right" if shift > 0 else "left"
-                    yield (
-                        "wrong block",
-                        f"an update with the {side} neighbour's block of the gradient gives them",
-                    )
+            for d in self._others:
+                moved = self._updated(u, self._displaced(d, gradient), self._scale())
+                if self._equals(observed, expected, moved):
+                    b = self._first_parted(observed, expected)
+                    other = f"block {(b + d) % self.size} of the gradient"
+                    yield "wrong block", f"an update of block {b} with {other} gives them"
         yield from self._moved(observed, expected, "parameters")
 
-    def _causes_of_replica(
-        self, rank: int, observed: np.ndarray, expected: np.ndarray, before: np.ndarray
+    def _causes_of_copy(
+        self, whose: str, observed: np.ndarray, expected: np.ndarray, before: np.ndarray
     ) -> Iterator[tuple[str, str]]:
         yield from _not_finite(observed, expected)
-        if _all_of(observed, expected, before):
-            yield "stale", f"rank {rank} still holds others' parameters from before the update"
-        yield from self._moved(observed, expected, "parameters")
+        if self._equals(observed, expected, before):
+            yield "stale", f"{whose} still holds what was there before the update"
+        yield from self._moved(observed, expected, "copy")
 
     def _other_data(self) -> Iterator[tuple[str, str]]:
         if self.seen.other_data:
@@ -280,66 +312,110 @@ class _Finder:
             yield f"a ring rotated by {late}", partial(_rotated, late)
 
     def _other_wire(self, u: int, observed: np.ndarray, expected: np.ndarray) -> Iterator[tuple[str, str]]:
-        for name in ("float16", "bfloat16"):
+        apart = _differing(observed, expected).size
+        for name in WIRE_DTYPES:
             try:
                 wire = dtype_of(name)
+                sums = self.reference.mean_if(u, reduce=name)
             except ValueError:
-                # bfloat16 is an extra.
+                # bfloat16 is an extra, and float16 is too narrow for its gradients.
                 continue
+            share = f"({apart / observed.size:.0%} of elements)"
+            if _same(observed, sums):
+                yield "dtype on the wire", f"summing in {name} gives these bits {share}"
             sent = self.reference.mean_if(u, sent_as=partial(_through, wire))
-            if _all_of(observed, expected, sent):
-                share = _differing(observed, expected).size / observed.size
+            # Some that a narrower wire rounds alike are found by accident, where one step apart is near.
+            if _all_of(observed, expected, sent) and apart >= min(_ENOUGH, _differing(sent, expected).size):
                 yield (
                     "dtype on the wire",
-                    f"partial sums rounded to {name} on their way give these bits ({share:.0%} of elements)",
+                    f"partial sums rounded to {name} on their way give these bits {share}",
                 )
 
-    def _moved(self, observed: np.ndarray, expected: np.ndarray, what: str) -> Iterator[tuple[str, str]]:
-        """Look for a block that equals a neighbour's, or its own moved by one element."""
-        b = self._block_of_first(observed, expected)
-        mine, edges = self._blocks(observed)[b], np.cumsum([0, *(x.size for x in self._blocks(observed))])
-        low, high = int(edges[b]), int(edges[b + 1])
-        if len(np.unique(mine)) < 3:
-            return
-        for shift in (-1, 1):
-            # Within the block: what comes from across its edge was summed in another order.
-            inner = slice(max(0, -shift), mine.size - max(0, shift))
-            moved = slice(low + max(0, shift), high - max(0, -shift))
-            if _same(mine[inner], expected[moved]):
-                yield "wrong block", f"block {b} of the {what} equals that moved by {shift:+d} element"
-            other = self._blocks(expected)[(b + shift) % self.size]
-            common = min(other.size, mine.size)
-            if self.size > 1 and _same(mine[:common], other[:common]):
-                yield "wrong block", f"block {b} of the {what} equals block {(b + shift) % self.size}"
+    @property
+    def _others(self) -> range:
+        """Return the distances from a block to the others."""
+        return range(1, self.size)
 
-    def _block_of_first(self, observed: np.ndarray, expected: np.ndarray) -> int:
-        first = int(_differing(observed, expected)[0])
-        edges = np.cumsum([part.size for part in self._blocks(observed)])
-        return int(np.searchsorted(edges, first, side="right"))
+    def _displaced(self, d: int, unit: np.ndarray) -> np.ndarray:
+        """Return `unit` with the d-th next block in the place of each, cut or repeated to its size."""
+        blocks = self._blocks(unit)
+        moved = [np.resize(blocks[(b + d) % self.size], block.size) for b, block in enumerate(blocks)]
+        return np.concatenate(moved)
+
+    def _moved(
+        self,
+        observed: np.ndarray,
+        expected: np.ndarray,
+        what: str,
+        again: Sequence[Callable[[], np.ndarray]] = (),
+    ) -> Iterator[tuple[str, str]]:
+        """Look for blocks that each equal another, or their own moved by one element.
+
+        again : for each distance to another block, what summing that block in the order of this one gives.
+        """
+        moved = [(f"itself moved by {d:+d} element", 0, np.roll(expected, -d)) for d in (-1, 1)]
+        for d in self._others:
+            others = [self._displaced(d, expected), *(make() for make in again[d - 1 : d])]
+            moved += [("block {}", d, other) for other in others]
+        candidates = [(text, d, self._blocks(other)) for text, d, other in moved]
+        said, told = "", False
+        for b, (mine, right) in enumerate(zip(self._blocks(observed), self._blocks(expected), strict=True)):
+            if not _differing(mine, right).size:
+                continue
+            for text, d, blocks in candidates:
+                # What comes from across the edge of a block was summed in another order, or is of no block.
+                size = self._blocks(expected)[(b + d) % self.size].size if d else mine.size
+                common = slice(1, mine.size - 1) if not d else slice(0, min(mine.size, size))
+                if _same(mine[common], blocks[b][common]):
+                    said = said or f"block {b} of the {what} equals {text.format((b + d) % self.size)}"
+                    # Of equal numbers any move looks the same.
+                    told = told or len(np.unique(mine[common])) > 2
+                    break
+            else:
+                return
+        if told:
+            yield "wrong block", said
+
+    def _first_parted(self, observed: np.ndarray, expected: np.ndarray) -> int:
+        """Return the number of the first block that parts."""
+        return self._owner_of(observed.size, int(_differing(observed, expected)[0]))
+
+    def _equals(self, observed: np.ndarray, expected: np.ndarray, other: np.ndarray) -> bool:
+        """Return whether each block that parts is `other` from its first to its last element that parts."""
+        for mine, right, others in zip(*map(self._blocks, (observed, expected, other)), strict=True):
+            apart = _differing(mine, right)
+            if apart.size:
+                run = slice(int(apart[0]), int(apart[-1]) + 1)
+                if not _same(mine[run], others[run]):
+                    return False
+        return True
 
     def _other_sum(self, u: int, observed: np.ndarray, expected: np.ndarray) -> Iterator[tuple[str, str]]:
-        """Fit the block that parts by the local gradients: their weights say what was summed."""
+        """Fit what parts by the local gradients: their weights say what was summed.
+
+        First in all blocks that part, then in the first alone: a mistake may differ from block to block.
+        """
         turns = self.reference.locals
         named = [(k, rank) for k in range(len(turns)) for rank in range(self.size)]
-        b = self._block_of_first(observed, expected)
-        columns = np.stack(
-            [self._blocks(turns[k][rank][u].astype(np.float64))[b] for k, rank in named], axis=1
-        )
-        target = self._blocks(observed)[b].astype(np.float64) * len(named)
-        scale = float(np.abs(columns).max(initial=0.0))
-        if len(target) <= len(named) or scale == 0 or not np.isfinite(target).all():
-            return
-        weights, _, rank_of, _ = np.linalg.lstsq(columns, target, rcond=1e-9)
-        if rank_of < len(named):
-            return
-        error = float(np.abs(columns @ weights - target).max())
-        # Rounding of the sums, and of the mean to its storage dtype.
-        eps = float(np.finfo(np.float32).eps) * len(named) ** 2
-        if self._stored_grads != "float32":
-            eps += {"float16": 2.0**-11, "bfloat16": 2.0**-8}[self._stored_grads] * len(named)
-        if error > 4 * eps * max(1.0, float(np.abs(weights).max())) * scale:
-            return
-        yield from _explained(weights, named, len(turns) > 1)
+        every = [self._blocks(turns[k][rank][u].astype(np.float64)) for k, rank in named]
+        pairs = zip(self._blocks(observed), self._blocks(expected), strict=True)
+        parted = [b for b, (mine, right) in enumerate(pairs) if _differing(mine, right).size]
+        for chosen in (parted, parted[:1]):
+            columns = np.stack([np.concatenate([blocks[b] for b in chosen]) for blocks in every], axis=1)
+            mine = np.concatenate([self._blocks(observed)[b] for b in chosen]).astype(np.float64)
+            if np.isfinite(mine).all() and np.isfinite(columns).all():
+                yield from _explained(columns, mine * len(named), named, self._rounding())
+
+    def _rounding(self) -> tuple[float, float]:
+        """Return how far rounding moves a sum of local gradients at most: relative to the sum of their
+        magnitudes, and absolute."""
+        precision, micro_batches = self.reference.precision, len(self.reference.locals)
+        terms = self.size * micro_batches
+        at_rest, on_wire = (_ROUNDING[name] for name in (precision.grads, precision.reduce))
+        # A float32 mean at least is made of every sum; with room for as many roundings again.
+        relative = 2 * (at_rest * (micro_batches + 1) + (on_wire + _ROUNDING["float32"]) * terms)
+        narrow = "float16" in (precision.grads, precision.reduce)
+        return relative, 2 * _SMALLEST * terms * (terms + 1) if narrow else 0.0
 
     def _scale(self) -> float:
         """Return the factor that the reference updated with."""
@@ -363,11 +439,13 @@ class _Finder:
                     "divisor or scale",
                     f"rank {rank} scaled its update for a norm of {other:.6g}; all together have {norm:.6g}",
                 )
-        for name, factor in (("N", self.size), ("K", len(self.reference.locals))):
-            for text, value in ((name, float(factor)), (f"1/{name}", 1.0 / factor)):
-                if factor > 1 and _all_of(
-                    observed, expected, self._updated(u, gradient, self._scale() * value)
-                ):
+        factors = {"N": float(self.size), "K": float(len(self.reference.locals))}
+        factors["the loss scale"] = self.reference.scale
+        factors["norm / clip norm"] = norm / limit if limit and norm and norm > limit else 1.0
+        for name, factor in factors.items():
+            for text, value in ((name, factor), (f"1 / ({name})", 1.0 / factor)):
+                updated = self._updated(u, gradient, self._scale() * value)
+                if factor != 1.0 and self._equals(observed, expected, updated):
                     yield "divisor or scale", f"an update scaled by {text} gives these bits"
 
     def _updated(self, u: int, gradient: np.ndarray, scale: float) -> np.ndarray:
@@ -385,47 +463,73 @@ def _through(wire: np.dtype, partial_sum: np.ndarray) -> np.ndarray:
 
 
 def _explained(
-    weights: np.ndarray, named: Sequence[tuple[int, int]], several: bool
+    columns: np.ndarray,
+    target: np.ndarray,
+    named: Sequence[tuple[int, int]],
+    rounding: tuple[float, float],
 ) -> Iterator[tuple[str, str]]:
-    """Say what weights that are not all 1 mean: a term missing, a term twice, or all times a factor."""
+    """Say which weights of local gradients give a sum: one is 0, one is 2, or all are alike.
+
+    Parameters
+    ----------
+    columns : float64, (n, terms), the local gradients. target : float64, (n,), the sum that was seen.
+    named : the micro-batch and the rank of each column. rounding : relative and absolute, of a sum.
+    """
+    terms = len(named)
+    several = any(k for k, _ in named)
+
+    def fits(weights: np.ndarray) -> bool:
+        relative, absolute = rounding
+        most = np.abs(columns) @ np.abs(weights) * relative + absolute
+        return bool((np.abs(columns @ weights - target) <= most).all())
 
     def names(chosen: np.ndarray) -> str:
-        words = [
-            f"rank {rank}" + (f", micro-batch {k}" if several else "") for k, rank in np.array(named)[chosen]
-        ]
-        return "; ".join(words)
+        words = [f"rank {rank}" + (f", micro-batch {k}" if several else "") for k, rank in named]
+        return "; ".join(word for word, is_chosen in zip(words, chosen, strict=True) if is_chosen)
 
-    zero = np.abs(weights) < 0.02
-    factor = float(np.median(weights[~zero])) if not zero.all() else 0.0
-    alike = np.abs(weights - factor) < 0.02 * max(abs(factor), 1e-9)
-    twice = np.abs(weights - 2.0) < 0.04
-    if zero.any() and (zero | alike).all():
-        yield "missing contribution", f"it is the sum without {names(zero)}"
-    elif not zero.any() and alike.all() and abs(factor - 1.0) > 0.001:
+    ones = np.ones(terms)
+    if not columns.any() or fits(ones):
+        yield "unknown", "within rounding it is the sum of the same terms; no known order or wire rounds so"
+        return
+    together = columns.sum(axis=1)
+    factor = float(together @ target / (together @ together)) if together.any() else 0.0
+    if factor and fits(factor * ones):
         yield "divisor or scale", f"it is the mean times {factor:.6g}, on every term"
-    elif twice.any() and (twice | (np.abs(weights - 1.0) < 0.02)).all():
+    weights, _, rank_of, _ = np.linalg.lstsq(columns, target, rcond=1e-9)
+    if rank_of < terms:
+        return
+    missing, twice = np.abs(weights) < 0.25, weights > 1.5
+    if missing.any():
+        # The mean over all, or over those that are there.
+        for divisor in (terms, max(1, terms - int(missing.sum()))):
+            if fits(np.where(missing, 0.0, terms / divisor)):
+                of = "" if divisor == terms else f", divided by {divisor} instead of {terms}"
+                yield "missing contribution", f"it is the sum without {names(missing)}{of}"
+    if twice.any() and fits(np.where(twice, 2.0, 1.0)):
         yield "doubled contribution", f"it is the sum with {names(twice)} twice"
 
 
 def _not_finite(observed: np.ndarray, expected: np.ndarray) -> Iterator[tuple[str, str]]:
     bad = ~np.isfinite(observed) & np.isfinite(expected)
     if bad.any():
-        yield "non-finite", f"{int(bad.sum())} elements are NaN or infinite where they should not be"
+        are = "1 element is" if bad.sum() == 1 else f"{int(bad.sum())} elements are"
+        yield "non-finite", f"{are} NaN or infinite where a finite number is due"
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.shape == b.shape and a.size > 0 and not _differing(a, b).size
+    return not _differing(a, b).size
 
 
 def _differing(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the places where two float32 arrays differ in a bit."""
-    return np.flatnonzero(a.view(np.uint32) != b.view(np.uint32))
+    """Return the places where two float32 arrays differ in a bit, but for NaNs, of which any is any."""
+    a, b = np.ascontiguousarray(a), np.ascontiguousarray(b)
+    return np.flatnonzero((a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b)))
 
 
 def _all_of(observed: np.ndarray, expected: np.ndarray, other: np.ndarray) -> bool:
     """Return whether each element that is not the expected one is the other one, which explains them all."""
     apart = _differing(observed, expected)
-    return not _differing(observed[apart], np.ascontiguousarray(other[apart])).size
+    return _same(observed[apart], other[apart])
 
 
 def _bits(x: np.ndarray, dtype: str) -> str:
@@ -434,13 +538,17 @@ def _bits(x: np.ndarray, dtype: str) -> str:
     return f"0x{int(stored.view(np.dtype(f'u{stored.itemsize}'))[0]):0{2 * stored.itemsize}x}"
 
 
-def ulp_distance(a: np.ndarray, b: np.ndarray, dtype: str) -> int:
-    """Return how many steps from value to value of `dtype` lead from `a` to `b`, shape (1,)."""
+def ulp_distances(a: np.ndarray, b: np.ndarray, dtype: str = "float32") -> np.ndarray:
+    """Return how many steps from value to value of `dtype` lead from each of `a` to that of `b`.
+
+    Parameters
+    ----------
+    a, b : float32, shape (n,); numbers of `dtype`. +0 and -0 are no step apart.
+    """
     kind = dtype_of(dtype)
-    word = np.dtype(f"i{kind.itemsize}")
-    ordered = []
+    word, ordered = np.dtype(f"i{kind.itemsize}"), []
     for x in (a, b):
-        bits = int(x.astype(kind).view(word)[0])
+        bits = x.astype(kind).view(word).astype(np.int64)
         # Of negative numbers the bits count down from the sign bit.
-        ordered.append(bits if bits >= 0 else -(bits & (2 ** (8 * kind.itemsize - 1) - 1)))
-    return abs(ordered[0] - ordered[1])
+        ordered.append(np.where(bits >= 0, bits, -(bits & np.iinfo(word).max)))
+    return np.abs(ordered[0] - ordered[1])

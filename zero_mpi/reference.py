@@ -8,6 +8,7 @@ in the order that its reducer promises.
 """
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -221,20 +222,29 @@ class Reference:
         order: Callable[[int, int], Tree] | None = None,
         reduce_every: str | None = None,
         sent_as: Callable[[np.ndarray], np.ndarray] | None = None,
+        reduce: str | None = None,
+        changed: Callable[[np.ndarray], np.ndarray] = lambda gradient: gradient,
     ) -> np.ndarray:
         """Return what the last step's mean gradient of unit `u` would have been under another arithmetic.
 
         Parameters
         ----------
         order : of summation, as in `ORDERS`. reduce_every : "step" or "micro-batch".
-        sent_as : what becomes of a partial sum on its way.
+        sent_as : what becomes of a partial sum on its way. reduce : the name of another reduce dtype.
+        changed : what becomes of a local gradient before it is reduced.
+
+        Raises
+        ------
+        ValueError : no such reduce dtype here.
         """
         other = copy.copy(self)
+        if reduce is not None:
+            other.precision = dataclasses.replace(self.precision, reduce=reduce)
         other.order = order or self.order
         other.reduce_every = reduce_every or self.reduce_every
         other.sent_as = sent_as or self.sent_as
         with np.errstate(over="ignore", invalid="ignore"):
-            return other._mean_of_unit([[g[u] for g in turn] for turn in self.locals])
+            return other._mean_of_unit([[changed(g[u]) for g in turn] for turn in self.locals])
 
     def updated(self, gradients: dict[int, np.ndarray], scale: float) -> np.ndarray:
         """Return the weights that the last step would have made of `gradients` times `scale`."""

@@ -180,11 +180,11 @@ def skipped(row: dict[str, Any], steps: int) -> list[str]:
 
 def parting(found: dict[str, Any]) -> list[str]:
     """Return where a scheme first leaves the reference, and why."""
-    what = {"gradient": "gradient", "parameters": "parameters", "replica": "copy of others' parameters"}
+    what = {"replica": "copy of the parameters", "optimizer": "optimizer state"}
     holder = "held by" if found["phase"] == "replica" else "owned by"
     place = ", ".join(map(str, found["place"]))
     said = {
-        "where": f"step {found['step']}, {what[found['phase']]}, unit {found['unit']}, "
+        "where": f"step {found['step']}, {what.get(found['phase'], found['phase'])}, unit {found['unit']}, "
         f"{found['tensor']}[{place}], {holder} rank {found['rank']}",
         "observed": f"{found['observed']:.9g} ({found['observed_bits']})",
         "expected": f"{found['expected']:.9g} ({found['expected_bits']})",

@@ -26,7 +26,7 @@ from .comm import Communicator
 from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .engine import NotFinite
 from .fit import physical_bytes, refuse_what_cannot_fit
-from .injection import FAULTS
+from .injection import FAULTS, check_makes_a_difference
 from .model import MLP
 from .optim import SGD, Adam, Optimizer
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
@@ -264,6 +264,10 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
             f"--reduction library: expected a reduce dtype that MPI can sum, float32 or float64, "
             f"got {args.reduce_dtype}"
         )
+    if args.inject:
+        keys = [S.key for S in _schemes(args)]
+        needs = {name: getattr(args, name) for name in ("accumulate", "clip_norm", "audit_memory")}
+        check_makes_a_difference(FAULTS[args.inject], keys, size, **needs)
     settings = Settings(
         model=model,
         data=data,
