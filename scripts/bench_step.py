@@ -257,7 +257,7 @@ def rows(one: dict[str, Any]) -> list[str]:
             ratio = medians[key] / theirs[fastest]
             settings = fastest.removeprefix(f"{rival}: ")
             line += f" {theirs[fastest]:8.2f} {ratio:6.2f} {at_most:6.2f} {'' if ratio <= at_most else '!'}"
-            line = f"{line:61s}{settings}"
+            line = f"{line:60s}{settings}"
         lines.append(line.rstrip())
     return lines
 
