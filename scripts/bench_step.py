@@ -236,28 +236,29 @@ def measure(bench: Bench, size: int, dims: Dims, with_torch: bool) -> dict[str, 
     return {"ranks": size, "dims": dims, "n_params": n_params(dims), "rounds_ms": rounds}
 
 
-def table(size: int, measured: Sequence[dict[str, Any]], rounds: int) -> list[str]:
-    """Return the lines of one number of ranks: each scheme beside the fastest settings of its rival."""
-    lines = [
+def head(size: int, rounds: int) -> list[str]:
+    """Return the first lines of the table of one number of ranks."""
+    return [
         f"N = {size}: ms a step, float32, {ROWS} rows and one thread a rank, median of {rounds} rounds",
         "",
         "parameters  scheme            ours  PyTorch  ratio  at most  PyTorch's fastest",
     ]
-    for one in measured:
-        medians = {name: statistics.median(ms) for name, ms in one["rounds_ms"].items()}
-        lines.append(f"{one['n_params']:10,}  {'numpy, one rank':15s} {medians['numpy']:6.2f}")
-        for key, (name, rival, at_most) in RIVALS.items():
-            line = f"{'':10}  {name:14s} {medians[key]:7.2f}"
-            theirs = {found: ms for found, ms in medians.items() if found.startswith(f"{rival}: ")}
-            if theirs:
-                fastest = min(theirs, key=lambda found: theirs[found])
-                ratio = medians[key] / theirs[fastest]
-                settings = fastest.removeprefix("ZeroRedundancyOptimizer: ").removeprefix(f"{rival}: ")
-                line += (
-                    f" {theirs[fastest]:8.2f} {ratio:6.2f} {at_most:6.2f} {'' if ratio <= at_most else '!'}"
-                )
-                line = f"{line:61s}{settings}"
-            lines.append(line.rstrip())
+
+
+def rows(one: dict[str, Any]) -> list[str]:
+    """Return the lines of one model: each scheme beside the fastest settings of its rival."""
+    medians = {name: statistics.median(ms) for name, ms in one["rounds_ms"].items()}
+    lines = [f"{one['n_params']:10,}  {'numpy, one rank':15s} {medians['numpy']:6.2f}"]
+    for key, (name, rival, at_most) in RIVALS.items():
+        line = f"{'':10}  {name:14s} {medians[key]:7.2f}"
+        theirs = {found: ms for found, ms in medians.items() if found.startswith(f"{rival}: ")}
+        if theirs:
+            fastest = min(theirs, key=lambda found: theirs[found])
+            ratio = medians[key] / theirs[fastest]
+            settings = fastest.removeprefix(f"{rival}: ")
+            line += f" {theirs[fastest]:8.2f} {ratio:6.2f} {at_most:6.2f} {'' if ratio <= at_most else '!'}"
+            line = f"{line:60s}{settings}"
+        lines.append(line.rstrip())
     return lines
 
 
@@ -279,24 +280,27 @@ REST = ("sums", "copy", "fin.", "model", "mem.", "Python")
 PARTS = NEEDED + REST
 
 
-def profile_table(size: int, profiles: Sequence[dict[str, Any]], rounds: int) -> list[str]:
-    """Return the lines of one number of ranks: the shares of each scheme's step."""
-    lines = [
+def profile_head(size: int, rounds: int) -> list[str]:
+    """Return the first lines of the table of one number of ranks."""
+    return [
         f"N = {size}: % of our step on rank 0, float32, {ROWS} rows a rank, median of {rounds} rounds",
         "",
         "                   ms BLAS  MPI Adam  all | sums copy fin. model mem. Python",
     ]
-    for one in profiles:
-        lines.append(f"{one['n_params']:,} parameters")
-        for key, (name, _, _) in RIVALS.items():
-            ms = one["parts_ms"][key]
-            total = sum(ms.values())
-            share = {part: 100 * ms[part] / total for part in PARTS}
-            needed = [share[part] for part in NEEDED]
-            shares = "".join(f"{part:5.0f}" for part in [*needed, sum(needed)])
-            rest = "".join(f"{share[part]:{max(len(part), 4) + 1}.0f}" for part in REST)
-            lines.append(f"  {name:13s} {total:6.2f}{shares} |{rest}")
-    return [*lines, "", *PROFILE_NOTE]
+
+
+def profile_rows(one: dict[str, Any]) -> list[str]:
+    """Return the lines of one model: the shares of each scheme's step."""
+    lines = [f"{one['n_params']:,} parameters"]
+    for key, (name, _, _) in RIVALS.items():
+        ms = one["parts_ms"][key]
+        total = sum(ms.values())
+        share = {part: 100 * ms[part] / total for part in PARTS}
+        needed = [share[part] for part in NEEDED]
+        shares = "".join(f"{part:5.0f}" for part in [*needed, sum(needed)])
+        rest = "".join(f"{share[part]:{max(len(part), 4) + 1}.0f}" for part in REST)
+        lines.append(f"  {name:13s} {total:6.2f}{shares} |{rest}")
+    return lines
 
 
 PROFILE_NOTE = (
@@ -329,21 +333,19 @@ def _bench(args: argparse.Namespace) -> None:
     with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
     if not with_torch and not args.profile:
         print("PyTorch is left out: our rows alone." if args.no_torch else "No torch here: our rows alone.")
+    what = "bench_step_profile" if args.profile else "bench_step"
     results = []
     for size in args.ranks:
-        print(flush=True)
-        if args.profile:
-            found = [profile(bench, size, dims) for dims in args.models]
-            lines = profile_table(size, found, args.rounds)
-        else:
-            found = [measure(bench, size, dims, with_torch) for dims in args.models]
-            lines = table(size, found, args.rounds)
-        print("\n".join(lines), flush=True)
-        results += found
-    if args.json:
-        what = "bench_step_profile" if args.profile else "bench_step"
-        evidence = {"schema": f"zero_mpi.{what}/1", "rounds": args.rounds, "results": results}
-        Path(args.json).write_text(json.dumps(evidence, indent=1) + "\n")
+        print("", *(profile_head if args.profile else head)(size, args.rounds), sep="\n", flush=True)
+        for dims in args.models:
+            one = profile(bench, size, dims) if args.profile else measure(bench, size, dims, with_torch)
+            print(*(profile_rows if args.profile else rows)(one), sep="\n", flush=True)
+            results.append(one)
+            if args.json:
+                evidence = {"schema": f"zero_mpi.{what}/1", "rounds": args.rounds, "results": results}
+                Path(args.json).write_text(json.dumps(evidence, indent=1) + "\n")
+    if args.profile:
+        print("", *PROFILE_NOTE, sep="\n")
 
 
 if __name__ == "__main__":

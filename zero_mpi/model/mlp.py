@@ -7,6 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+# Multiplications in a product that OpenBLAS still calls small: it then copies no operand, where it has a
+# kernel for that (AVX-512).
+SMALL_PRODUCT = 10**6
+
 
 class MLP:
     """Linear layers of the widths `dims`, ReLU between them, mean squared error.
@@ -93,7 +97,7 @@ class MLP:
         weights, _ = self._split(u, params)
         if out is not None:
             d_weights, d_bias = self._split(u, out)
-            np.matmul(x.T, dy, out=d_weights)
+            _products_of_columns(x, dy, out=d_weights)
             np.sum(dy, axis=0, out=d_bias)
         if u == 0:
             return None
@@ -113,3 +117,12 @@ class MLP:
 
     def _dims_text(self) -> str:
         return ",".join(str(d) for d in self.dims)
+
+
+def _products_of_columns(x: np.ndarray, dy: np.ndarray, out: np.ndarray) -> None:
+    """Write ``x.T @ dy``, a large matrix from few rows, into `out`: in small products if that takes few calls."""
+    piece = SMALL_PRODUCT // max(1, dy.size)
+    if piece < 32:
+        piece = len(out)
+    for start in range(0, len(out), piece):
+        np.matmul(x.T[start : start + piece], dy, out=out[start : start + piece])
