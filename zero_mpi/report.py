@@ -30,8 +30,8 @@ APART_FROM_RING = (
 
 FOOTER = (
     "The checks compare integers, rank by rank. Ranks differ by a few elements where N does not divide a "
-    "unit: blocks are uneven, never padded. Counted: every byte a step hands to MPI; control is what ranks agree on. "
-    "Not counted: what MPI adds to a message, and what the checks themselves gather between steps."
+    "unit: blocks are uneven, never padded. Counted: every byte a step hands to MPI; control is what ranks "
+    "agree on. Not counted: what MPI adds to a message, and what the checks themselves gather between steps."
 )
 
 # What a verdict says: it holds, it fails, or it cannot be judged.

@@ -120,7 +120,7 @@ class MLP:
 
 
 def _products_of_columns(x: np.ndarray, dy: np.ndarray, out: np.ndarray) -> None:
-    """Write ``x.T @ dy``, a large matrix from few rows, into `out`: in small products if that takes few calls."""
+    """Write ``x.T @ dy``, a large matrix from few rows, into `out`: in small products if they are few."""
     piece = SMALL_PRODUCT // max(1, dy.size)
     if piece < 32:
         piece = len(out)
