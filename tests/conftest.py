@@ -163,7 +163,8 @@ class Job:
     """What a launched job printed and how it ended."""
 
     def __init__(self, code, out, err, elapsed_s):
-        self.code, self.out, self.err, self.elapsed_s = code, out, err, elapsed_s
+        # Open MPI's launcher ends its own words with a NUL, which then begins the next line.
+        self.code, self.out, self.err, self.elapsed_s = code, out, err.replace("\0", ""), elapsed_s
 
     @property
     def complaints(self):

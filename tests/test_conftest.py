@@ -55,7 +55,7 @@ def small_job(tmp_path, how, phase):
     (tmp_path / "test_small.py").write_text(SMALL.format(how=how, phase=phase))
     command = [mpiexec(), "-n", "3", sys.executable, "-m", "pytest", "-p", "conftest", "-c"]
     command += [ROOT / "setup.cfg", "--rootdir", tmp_path, "-p", "no:cacheprovider", "--with-mpi", tmp_path]
-    job = finish(start(command, PYTHONPATH=str(ROOT / "tests")), timeout_s=20)
+    job = finish(start(command, PYTHONPATH=str(ROOT / "tests"), PY_COLORS="0"), timeout_s=20)
     ended = time.time()
     began = tmp_path / "began"
     return job, ended - float(began.read_text()) if began.exists() else None

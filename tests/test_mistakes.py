@@ -539,7 +539,7 @@ def test_a_rank_killed_at_any_phase_ends_the_job_within_5_s(tmp_path, place):
 def test_a_crash_exits_3_which_no_check_does(tmp_path, place):
     job = finish(steady(tmp_path, "raises", place), timeout_s=20)
     assert job.code == 3, job.err
-    assert len(ours(job)) == 1 and "failed:" in ours(job)[0] and "had enough" in job.err
+    assert len(ours(job)) == 1 and "failed:" in ours(job)[0] and "had enough" in job.err, job.err
 
 
 MPICH, OPEN_MPI = "MPICH Version:      5.0.2\nMPICH configure: --with-pm=hydra", "Open MPI v5.0.11, package"
