@@ -15,7 +15,7 @@ from zero_mpi import certificate, checks, compare
 from zero_mpi.certificate import Chain, add
 from zero_mpi.comm import SharedMistake
 from zero_mpi.data import FileRows, SeedStream
-from zero_mpi.digest import digest
+from zero_mpi.digest import digest, rows_digest
 from zero_mpi.layout import Blocks
 from zero_mpi.model import MLP
 from zero_mpi.optim import Adam
@@ -201,7 +201,7 @@ def test_a_plain_loop_in_numpy_has_the_certificate_of_data_parallel(tmp_path):
     batches = SeedStream(7, 4, 7, 3).global_batches(1)
     for step in range(1, 6):
         ((x, y),) = next(batches)[0]
-        rows = checks.rows_digest([(x, y)])
+        rows = rows_digest(x, y)
         saved, grads = [], [np.empty_like(w) for w in weights]
         for u, w in enumerate(weights):
             x, kept = model.forward(u, w, x)

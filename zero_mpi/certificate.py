@@ -8,7 +8,7 @@ For any training loop, on numpy arrays or on numpy views of CPU tensors:
     chain = Chain(units=[p.numel() for p in model.parameters()])
     chain.append(0, params=[p.detach().numpy() for p in model.parameters()])
     ...                                     # after each step
-    chain.append(step, grads=[...], params=[...], loss=loss)
+    chain.append(step, grads=[...], params=[...], loss=loss, data=rows_digest(x, y))
     write("mine.json", {"mine": chain}, settings={"model": "my MLP", "ranks": 1})
 
 Rank by rank, without a gather: each rank takes `digest(block, start, unit)` of what it owns, and the digests
@@ -24,7 +24,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .digest import digest
+from .digest import digest, rows_digest
+
+__all__ = [
+    "Chain",
+    "Comparison",
+    "Link",
+    "add",
+    "compare",
+    "digest",
+    "document",
+    "read",
+    "rows_digest",
+    "write",
+]
 
 SCHEMA = "zero_mpi.certificate/1"
 

@@ -12,7 +12,7 @@ import numpy as np
 from . import formulas
 from .comm import Communicator
 from .data import MicroBatches
-from .digest import digest
+from .digest import digest, rows_digest
 from .precision import all_finite, convert, dtype_of
 from .schemes import Scheme
 from .schemes.base import NORM_PIECE
@@ -147,18 +147,14 @@ def unit_digests(scheme: Scheme) -> tuple[list[int], list[int]]:
     return [int(x) for x in grads], [int(x) for x in params]
 
 
-def rows_digest(micro_batches: MicroBatches) -> int:
+def batch_digest(micro_batches: MicroBatches) -> int:
     """Return the digest of one rank's rows of a step, the same in any order. Local."""
-    total = 0
-    for x, y in micro_batches:
-        for row in zip(x, y, strict=True):
-            total += sum(digest(np.ascontiguousarray(part).reshape(-1), 0, i) for i, part in enumerate(row))
-    return total % 2**64
+    return sum(rows_digest(x, y) for x, y in micro_batches) % 2**64
 
 
 def data_digest(comm: Communicator, micro_batches: MicroBatches) -> int:
     """Return the digest of all rows of a step, whoever has them. Collective; 8 control bytes a message."""
-    parts = comm.allgather_scalar(np.uint64(rows_digest(micro_batches)), np.uint64)
+    parts = comm.allgather_scalar(np.uint64(batch_digest(micro_batches)), np.uint64)
     return sum(int(part) for part in parts) % 2**64
 
 

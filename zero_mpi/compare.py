@@ -85,7 +85,7 @@ def lines(
         text = "nothing in the settings explains it; "
         if reasons:
             text = f"of the settings, these may: {'; '.join(reasons)}. "
-        text += "Digests show no element: run both with --scheme all for that, and for the cause."
+        text += "Digests show no element: --scheme all does, and looks for the cause."
         out += report.wrapped("  ", text[0].upper() + text[1:])
     else:
         out += report.wrapped("  ", "The same bits wherever both could be compared.")

@@ -46,6 +46,19 @@ def digest(array: np.ndarray, start: int = 0, unit: int = 0) -> int:
     return total % 2**64
 
 
+def rows_digest(*arrays: np.ndarray) -> int:
+    """Return the digest of rows, such as those of x and y: the sum of each row's, so in any order the same.
+
+    Parameters
+    ----------
+    arrays : each with as many rows; one row is all that they have at an index.
+    """
+    total = 0
+    for row in zip(*arrays, strict=True):
+        total += sum(digest(np.ascontiguousarray(part).reshape(-1), 0, i) for i, part in enumerate(row))
+    return total % 2**64
+
+
 @lru_cache(maxsize=1)
 def _weights() -> tuple[np.ndarray, np.ndarray]:
     """Return the weights of the places in a piece, shape (8192,), uint64, odd; and their sums up to each."""

@@ -321,9 +321,9 @@ class _Lockstep:
             family = self.partners[scheme.key].key
             if not parted or scheme.key in self.found or family not in self.references:
                 continue
-            used = self.comm.allgather_scalar(checks.rows_digest(batches[self.comm.rank]), np.uint64)
+            used = self.comm.allgather_scalar(checks.batch_digest(batches[self.comm.rank]), np.uint64)
             # Rank 0 draws every rank's batch.
-            due = [checks.rows_digest(batches[rank]) for rank in range(self.comm.size)]
+            due = [checks.batch_digest(batches[rank]) for rank in range(self.comm.size)]
             others = [rank for rank in range(self.comm.size) if int(used[rank]) != due[rank]]
             seen = parting.observe(scheme, others)
             self.found[scheme.key] = None
