@@ -192,7 +192,7 @@ def mpiexec():
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
 
-def start(command, **env):
+def start(command, cwd=ROOT, **env):
     """Start `command` in a process group of its own."""
     return subprocess.Popen(
         command,
@@ -200,7 +200,7 @@ def start(command, **env):
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
-        cwd=ROOT,
+        cwd=cwd,
         env=job_environment(**env),
         start_new_session=True,
     )

@@ -9,7 +9,8 @@ from conftest import ROOT, finish, mpiexec, start
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.S)
-COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+SHELL = [text.splitlines() for kind, text in BLOCKS if kind == "sh"]
+COMMANDS = [line for lines in SHELL for line in lines]
 # The suite and the continuous integration run these themselves.
 SCRIPTS = ["scripts/run.sh", "scripts/test.sh"]
 SUITE = "mpiexec -n 4 pytest --with-mpi"
@@ -20,15 +21,21 @@ def test_the_readme_has_commands():
 
 
 @pytest.mark.launches
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in [*SCRIPTS, SUITE]])
-def test_commands_of_the_readme_run(command):
-    words = command.split()
-    if words[0] == "mpiexec":
-        words[0] = mpiexec()
-    words[words.index("python")] = sys.executable
-    job = finish(start(words))
-    assert job.code == 0, job.err
-    assert "FAILS" not in job.out
+@pytest.mark.parametrize("block", SHELL[1:], ids=lambda lines: lines[0])
+def test_commands_of_the_readme_run(tmp_path, block):
+    # What they write must not be left in the project; what they read is there.
+    for name in ("tests", "scripts"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for command in block:
+        words = command.split()
+        if command == SUITE:
+            continue
+        if words[0] == "mpiexec":
+            words[0] = mpiexec()
+        words[words.index("python")] = sys.executable
+        job = finish(start(words, cwd=tmp_path))
+        assert job.code == 0, job.err
+        assert "FAILS" not in job.out and "ESCAPED" not in job.out
 
 
 @pytest.mark.launches
@@ -56,6 +63,13 @@ def test_the_tables_shown_are_the_tables_printed(launch):
 def section(text, title):
     lines = text[text.index(title) :].splitlines()
     return lines[: lines.index("") if "" in lines else None]
+
+
+@pytest.mark.launches
+def test_the_matrix_of_faults_shown_is_the_one_printed(launch):
+    shown = next(text for _, text in BLOCKS if text.startswith("Faults made on purpose"))
+    job = launch(4, "-m", "zero_mpi", "faults")
+    assert job.code == 0 and job.out.strip() == shown.strip()
 
 
 @pytest.mark.launches

@@ -214,7 +214,9 @@ class Comparison(NamedTuple):
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
-    """Compare two certificates, as `read` returns them: chains of the same name, or else the first of each.
+    """Compare two certificates, as `read` returns them: chains of the same name, then the rest in turn.
+
+    So a run of ZeRO-1 and one of ZeRO-3, each beside data parallel, are compared in both.
 
     Raises
     ------
@@ -225,7 +227,8 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
         if one != other:
             raise ValueError(f"{name}: expected the same in both certificates, got {one} and {other}")
     common = [name for name in a["chains"] if name in b["chains"]]
-    pairs = [(name, name) for name in common] or [(next(iter(a["chains"])), next(iter(b["chains"])))]
+    left = [[name for name in certificate["chains"] if name not in common] for certificate in (a, b)]
+    pairs = [*((name, name) for name in common), *zip(*left, strict=False)]
     return [_compared(one, a, other, b) for one, other in pairs]
 
 
