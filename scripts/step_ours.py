@@ -158,7 +158,7 @@ def profile(model: MLP, comm: Communicator, rows: int, steps: int) -> dict[str, 
         *(name for name in dir(transport) if callable(getattr(transport, name)) and name[0] != "_"),
     )
     watch.over("Adam", Adam, "update")
-    watch.over("sums", ring, "reduce_scatter", "all_gather")
+    watch.over("sums", ring, "_pass_and_add", "_pass_on")
     watch.over("copy", base, "convert", "round_through", "add_into")
     watch.over("copy", Scheme, "average")
     watch.over("fin.", base, "all_finite")

@@ -36,7 +36,7 @@ def test_json_has_all_evidence_with_units_in_its_names(launch, tmp_path, n):
     assert job.code == 0, job.err
     assert job.out.splitlines()[0] == "Checks" and len(job.out.splitlines()) <= 9
     result = json.loads(path.read_text())
-    assert result["schema"] == "zero_mpi.run/1" and result["exit_code"] == 0
+    assert result["schema"] == "zero_mpi.run/2" and result["exit_code"] == 0
     assert list(result["memory"]) == list(result["traffic"]) == ["dp", "zero3"]
     held = [sum(rank["held_bytes"].values()) for rank in result["memory"]["zero3"]["ranks"]]
     assert held == ([320, 304, 304] if n == 3 else [928])

@@ -496,10 +496,15 @@ PHASES = ["the start", "set-up", "a forward", "a backward", "an update", "the lo
 PHASES += ["the replay", "the report", "the JSON file"]
 
 
-def open_mpi():
+def library():
+    """Return the MPI library's name and version, words apart by one blank."""
     from mpi4py import MPI
 
-    return "Open MPI" in MPI.Get_library_version()
+    return " ".join(MPI.Get_library_version().split())
+
+
+def open_mpi():
+    return "Open MPI" in library()
 
 
 def steady(tmp_path, what, place, *argv, ranks=3):
@@ -601,6 +606,9 @@ def test_a_signal_ends_the_job_with_one_line(tmp_path, who, number):
     if open_mpi() and who == "the launcher":
         # Its launcher ends all with SIGTERM, then SIGKILL, says nothing more of ours, and exits 1.
         assert job.code != 0
+        return
+    if who == "the launcher" and job.code == 9 and "MPICH Version: 4." in library():
+        # Older ones of MPICH's launcher kill what does not end at once, too, and exit with that signal's number.
         return
     rank = 2 if who == "rank 2" else 0
     assert job.code == SIGNALS[number]
