@@ -37,7 +37,7 @@ def test_fifty_steps_are_the_same_bits_in_all_schemes_and_the_oracle(ranks_of, n
     result = run(comm, settings(**options), list(SCHEMES))
     assert all(verdict["holds"] for verdict in result["verdicts"]), result["verdicts"]
     learning = result["learning"]
-    assert learning["steps"] == learning["reference"]["identical_steps"] == 50
+    assert learning["steps"] == learning["reference"]["dp"]["identical_steps"] == 50
     assert {row["identical_steps"] for row in learning["schemes"].values()} == {50}
     assert {row["max_abs_difference"] for row in learning["schemes"].values()} == {0.0}
 
