@@ -141,18 +141,20 @@ def test_the_four_schemes_keep_one_chain(size, precision):
     assert len({tuple(link.grads) for link in first[1:]}) == 5
 
 
-def test_a_chain_is_that_of_the_gathered_weights():
+def test_a_chain_is_that_of_the_whole_weights_and_gradients():
     def work(comm):
         wanted = settings(certificate_every=1)
         scheme = wanted.build(DP, comm)
         for batches in wanted.global_batches(comm):
             scheme.step(*batches[comm.rank])
         theta = scheme.full_theta()
-        return theta, checks.unit_digests(scheme)
+        # Every rank has the whole gradient, of which its block counts.
+        return theta, scheme.grads, checks.unit_digests(scheme)
 
-    theta, (_, params) = run_ranks(3, work)[0]
+    theta, gradients, (grads, params) = run_ranks(3, work)[0]
     units = np.split(theta, [40])
     assert params == [digest(unit, 0, u) for u, unit in enumerate(units)]
+    assert grads == [digest(unit, 0, u) for u, unit in enumerate(gradients)]
     assert certified(3)["dp"].links[-1].params == [f"{value:016x}" for value in params]
 
 
