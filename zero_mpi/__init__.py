@@ -3,4 +3,4 @@
 Not for: names. Import `MLP` from `zero_mpi.model`, `SCHEMES` and the four classes from `zero_mpi.schemes`.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
