@@ -608,7 +608,7 @@ def test_a_signal_ends_the_job_with_one_line(tmp_path, who, number):
         assert job.code != 0
         return
     if who == "the launcher" and job.code == 9 and "MPICH Version: 4." in library():
-        # An older launcher of MPICH kills what does not end at once, too, and exits with that signal's number.
+        # An older launcher of MPICH kills what does not end at once, and exits with that signal's number.
         return
     rank = 2 if who == "rank 2" else 0
     assert job.code == SIGNALS[number]
