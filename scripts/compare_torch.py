@@ -41,8 +41,7 @@ from zero_mpi.data import Batch, MicroBatches, SeedStream
 from zero_mpi.engine import NotFinite
 from zero_mpi.model import MLP
 from zero_mpi.optim import Adam
-from zero_mpi.orders import ulp_distances
-from zero_mpi.parting import Observed
+from zero_mpi.parting import Observed, ulp_distances
 from zero_mpi.precision import Precision
 from zero_mpi.reference import Reference
 from zero_mpi.schemes import SCHEMES
@@ -62,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="compare_torch.py",
         description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
     )
     keys = [S.key for S in SCHEMES]
     p.add_argument("--dims", type=widths, default=(64, 128, 128, 64), help="of the MLP [64,128,128,64]")
@@ -311,7 +309,9 @@ class Comparison:
     def _class(self, grads: Units, theta: Units) -> tuple[str, str]:
         """Return parting's class of a gradient and weights in place of ours, and its evidence."""
         nothing: list[Any] = [None] * self.size
-        seen = Observed(dict(enumerate(grads)), list(theta), nothing, nothing, [])
+        state: list[dict[str, np.ndarray]] = [{} for _ in theta]
+        weights = list(theta)
+        seen = Observed(dict(enumerate(grads)), weights, weights, state, nothing, nothing, [])
         found = parting.find(self.reference.steps_done, seen, self.reference)
         return (found.cause, found.why) if found else ("-", "")
 
