@@ -312,7 +312,7 @@ class Comparison:
         state: list[dict[str, np.ndarray]] = [{} for _ in theta]
         weights = list(theta)
         seen = Observed(dict(enumerate(grads)), weights, weights, state, nothing, nothing, [])
-        found = parting.find(self.reference.steps_done, seen, self.reference)
+        found = parting.find(self.reference.steps_done, seen, self.reference, self.terms)
         return (found.cause, found.why) if found else ("-", "")
 
     def _plant(self, rows: Batch, locals_: Sequence[Units], before: Units) -> None:

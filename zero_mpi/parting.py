@@ -137,15 +137,19 @@ def _gathered(comm: Communicator, block: np.ndarray, numel: int) -> np.ndarray:
     return whole
 
 
-def find(step: int, seen: Observed, reference: Reference) -> Parting | None:
-    """Return where `seen` first parts from what the reference has after `step`; None if nowhere. Local."""
-    finder = _Finder(step, seen, reference)
+def find(step: int, seen: Observed, reference: Reference, terms: int = 0) -> Parting | None:
+    """Return where `seen` first parts from what the reference has after `step`; None if nowhere. Local.
+
+    terms : of a sum in the model, if another library than numpy computed the gradients seen: as many
+        roundings more are allowed for where weights are fitted.
+    """
+    finder = _Finder(step, seen, reference, terms)
     return finder.gradient() or finder.parameters() or finder.replica() or finder.optimizer()
 
 
 class _Finder:
-    def __init__(self, step: int, seen: Observed, reference: Reference) -> None:
-        self.step, self.seen, self.reference = step, seen, reference
+    def __init__(self, step: int, seen: Observed, reference: Reference, terms: int) -> None:
+        self.step, self.seen, self.reference, self.terms = step, seen, reference, terms
         self.model, self.size = reference.model, reference.size
         self.theta = reference._split(reference.theta)
         self.theta_before = reference._split(reference.before[0])
@@ -414,6 +418,7 @@ class _Finder:
         at_rest, on_wire = (_ROUNDING[name] for name in (precision.grads, precision.reduce))
         # A float32 mean at least is made of every sum; with room for as many roundings again.
         relative = 2 * (at_rest * (micro_batches + 1) + (on_wire + _ROUNDING["float32"]) * terms)
+        relative += 2 * _ROUNDING["float32"] * self.terms
         narrow = "float16" in (precision.grads, precision.reduce)
         return relative, 2 * _SMALLEST * terms * (terms + 1) if narrow else 0.0
 
