@@ -248,7 +248,8 @@ class TestLaunched:
             "--json",
             path,
         )
-        assert job.code == 1 and job.err == ""
+        # A launcher may have words of its own for a job that ends with 1.
+        assert job.code == 1 and not job.complaints and "Traceback" not in job.err
         assert max(map(len, job.out.splitlines())) <= 80
         assert "class     doubled contribution" in job.out and "rank 1 twice" in job.out
         found = json.loads(path.read_text())
