@@ -103,8 +103,8 @@ def observe(scheme: Scheme, other_data: Sequence[int]) -> Observed | None:
     gradients, theta, stored, state = {}, [], [], []
     for u in scheme.units:
         numel = scheme.blocks[u].numel
-        theta.append(_gathered(comm, scheme.owned_theta(u), numel))
-        arrays = {name: _gathered(comm, array, numel) for name, _, _, array in scheme.owned(u)}
+        theta.append(gathered(comm, scheme.owned_theta(u), numel))
+        arrays = {name: gathered(comm, array, numel) for name, _, _, array in scheme.owned(u)}
         arrays.pop("master", None)
         stored.append(arrays.pop("params"))
         if "grads" in arrays:
@@ -126,7 +126,7 @@ def observe(scheme: Scheme, other_data: Sequence[int]) -> Observed | None:
     return Observed(gradients, theta, stored, state, replicas, norms, list(other_data))
 
 
-def _gathered(comm: Communicator, block: np.ndarray, numel: int) -> np.ndarray:
+def gathered(comm: Communicator, block: np.ndarray, numel: int) -> np.ndarray:
     """Return all ranks' blocks of a unit on rank 0, float32, (numel,); something of no use on the others."""
     mine = block.astype(np.float32)
     if comm.rank != 0:

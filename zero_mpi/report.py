@@ -50,15 +50,6 @@ _SHORT = {"data parallel": "DP"}
 
 _BANDS = ("params", "grads", "optimizer")
 
-# In what order of ranks block b is summed.
-ORDERS_IN_WORDS = {
-    "ring": "rank b+1, b+2, ..., b",
-    "reversed-ring": "rank b-1, b-2, ..., b",
-    "rank-order": "rank 0, 1, ..., N-1",
-    "naive": "rank 0, 1, ..., N-1",
-    "recursive-halving": "a tree of halves, quarters, ...",
-}
-
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return lines with columns aligned, the first `left` columns to the left, the others to the right."""

@@ -140,15 +140,12 @@ class _Targets(NamedTuple):
 
 
 def _targets(comm: Communicator, args: argparse.Namespace) -> _Targets:
+    found: list[report.JsonFile | None] = [None, None]
     with comm.together():
-        if comm.rank != 0:
-            found = _Targets(None, None)
-        else:
-            found = _Targets(
-                report.JsonFile(args.json) if args.json is not None else None,
-                report.JsonFile(args.certificate, "--certificate") if args.certificate is not None else None,
-            )
-    return found
+        for i, option in enumerate(("json", "certificate") if comm.rank == 0 else ()):
+            path = getattr(args, option)
+            found[i] = report.JsonFile(path, f"--{option}") if path is not None else None
+    return _Targets(*found)
 
 
 def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan"], targets: _Targets) -> int:
