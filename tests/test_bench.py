@@ -193,7 +193,7 @@ def test_the_library_refuses_what_mpi_cannot_do(comm):
 @pytest.mark.parametrize("numel", [5, 300_000])
 def test_rings_are_exact_whether_or_not_sends_are_deferred(numel, crowded):
     comm = Communicator()
-    comm.transport._crowded = comm.defers_sends = crowded
+    comm.transport.defers_sends = comm.defers_sends = crowded
     xs = [(np.arange(numel, dtype=np.float32) * (r + 1)) % 64 for r in range(comm.size)]
     for _ in range(5):
         x = xs[comm.rank].copy()

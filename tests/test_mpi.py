@@ -163,7 +163,8 @@ def test_ranks_are_patient_where_they_outnumber_cores(comm):
 
     cores = set().union(*comm.allgather_object(sorted(os.sched_getaffinity(0))))
     if len(set(comm.hosts())) == 1:
-        assert comm.transport._crowded == (comm.size > len(cores))
+        assert comm.transport._ranks_per_core == comm.size / len(cores)
+        assert comm.defers_sends == (comm.size > len(cores))
 
 
 @pytest.mark.mpi(min_size=2)

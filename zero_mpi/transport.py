@@ -21,11 +21,14 @@ LAUNCHERS = {
     "Slurm (SLURM_STEP_NUM_TASKS)": ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 }
 
-# So long a rank asks for its message, yielding its core each time, before it sleeps. To wake up takes Linux
-# 60 us; the turns of neighbours on a shared core take 10 to 200. Measured in turn on 4 ranks and 2 cores,
-# 1 MiB reduce-scatter: 437 us with 50 us of patience, 308 with 200, 295 with 1 ms, 292 with 5 ms. The sweep
-# over 1 to 32 ranks takes 22 s without any, 21 with 200 us, 24 with 1 ms: this is between the two.
-PATIENCE_S = 500e-6
+# So long, over the number of ranks that share its core, a rank asks for its message, yielding the core in
+# between, before it sleeps. To wake up takes Linux 60 us; the turns of neighbours take 10 to 200. Measured in
+# turn, 4 ranks on 2 cores: a reduce-scatter of 4 MiB takes 0.62 to 0.67 of the library's time with 2 ms of
+# patience, 0.77 to 0.94 with 500 us. The sweep over 1 to 32 ranks takes 22 s without any, 24 s with 1 ms.
+PATIENCE_S = 4e-3
+# It asks so often for each time it yields: a library moves a message on each time it is asked. In turn at
+# 64 KiB: 1.66 to 1.75 of the library's time with one, 1.55 to 1.7 with three, no less with eight.
+ASKS = 3
 
 
 class Transport(Protocol):
@@ -167,17 +170,18 @@ class MPITransport:
 
     _kept_under: int | None = None
 
-    def __init__(self, mpi_comm: Any = None, *, _split: bool = False, _crowded: bool = False) -> None:
+    def __init__(self, mpi_comm: Any = None, *, _split: bool = False, _ranks_per_core: float = 1) -> None:
         self._MPI = load_mpi()
         self._split = _split
         if _split:
-            self._comm, self._crowded = mpi_comm, _crowded
+            self._comm, self._ranks_per_core = mpi_comm, _ranks_per_core
         else:
-            self._comm, self._crowded = self._duplicate_of(mpi_comm or self._MPI.COMM_WORLD)
+            self._comm, self._ranks_per_core = self._duplicate_of(mpi_comm or self._MPI.COMM_WORLD)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self._status = self._MPI.Status()
-        self.defers_sends = self._crowded
+        self._patience_s = PATIENCE_S / self._ranks_per_core
+        self.defers_sends = self._ranks_per_core > 1
         self._deferred: list | None = None
 
     def exchange(
@@ -191,7 +195,7 @@ class MPITransport:
             send, receive = _plain(send), _plain(receive)
         outgoing, incoming = [send, MPI.BYTE], [receive, MPI.BYTE]
         try:
-            if self._crowded:
+            if self.defers_sends:
                 self._exchange_patiently(outgoing, to, tag, incoming, of)
             else:
                 self._comm.Sendrecv(outgoing, to, tag, incoming, of, MPI.ANY_TAG, status)
@@ -213,13 +217,27 @@ class MPITransport:
         sending = self._comm.Isend(outgoing, to, tag)
         if self._deferred is not None:
             self._deferred.append(sending)
-            _wait_patiently(receiving, self._status)
+            self._wait(receiving, self._status)
             return
         try:
-            _wait_patiently(receiving, self._status)
+            self._wait(receiving, self._status)
         finally:
             # A message that was too long is an error of the receiver: its own must still go out.
-            _wait_patiently(sending)
+            self._wait(sending)
+
+    def _wait(self, request: Any, status: Any = None) -> None:
+        """Return when `request` is done: yield the core again and again for a while, then sleep."""
+        if request.Test(status):
+            return
+        sleep_from, pause_s = time.perf_counter() + self._patience_s, 1e-6
+        while True:
+            for _ in range(ASKS):
+                if request.Test(status):
+                    return
+            os.sched_yield()
+            if time.perf_counter() > sleep_from:
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, 1e-3)
 
     def defer_sends(self) -> None:
         """Let `exchange` return when its message has come, though its own may still be on the way.
@@ -232,7 +250,7 @@ class MPITransport:
         """Wait for all messages that are still on the way, and again for each from now on."""
         deferred, self._deferred = self._deferred or [], None
         for sending in deferred if wait else ():
-            _wait_patiently(sending)
+            self._wait(sending)
 
     def library_call(self, name: str, x: np.ndarray, own: np.ndarray, sizes: list[int]) -> Callable[[], None]:
         """Return what `Communicator.library_call` does; `sizes` are the elements of each rank's block."""
@@ -262,7 +280,7 @@ class MPITransport:
         comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)
         if comm == self._MPI.COMM_NULL:
             return None
-        return MPITransport(comm, _split=True, _crowded=self._crowded)
+        return MPITransport(comm, _split=True, _ranks_per_core=self._ranks_per_core)
 
     def free(self) -> None:
         if self._split and self._comm != self._MPI.COMM_NULL:
@@ -280,39 +298,24 @@ class MPITransport:
         text = self._MPI.Get_library_version().splitlines()[0]
         return " ".join(text.split(",")[0].replace("Version:", "").split())
 
-    def _duplicate_of(self, given: Any) -> tuple[Any, bool]:
-        """Return the duplicate of `given`, and whether its ranks outnumber the cores of a host."""
+    def _duplicate_of(self, given: Any) -> tuple[Any, float]:
+        """Return the duplicate of `given`, and how many of its ranks share a core of this host."""
         cls = type(self)
         if cls._kept_under is None:
             cls._kept_under = self._MPI.Comm.Create_keyval(delete_fn=lambda comm, key, kept: kept[0].Free())
         kept = given.Get_attr(cls._kept_under)
         if kept is None:
-            kept = given.Dup(), _more_ranks_than_cores(given.Split_type(self._MPI.COMM_TYPE_SHARED))
+            kept = given.Dup(), _ranks_per_core_of(given.Split_type(self._MPI.COMM_TYPE_SHARED))
             given.Set_attr(cls._kept_under, kept)
         return kept
 
 
-def _more_ranks_than_cores(host: Any) -> bool:
-    """Return whether the ranks of the MPI communicator `host` outnumber its cores; free it. Collective."""
+def _ranks_per_core_of(host: Any) -> float:
+    """Return how many ranks of the MPI communicator `host` share a core of it; free it. Collective."""
     cores = set().union(*host.allgather(os.sched_getaffinity(0)))
-    crowded = host.Get_size() > len(cores)
+    ranks_per_core = host.Get_size() / len(cores)
     host.Free()
-    return bool(crowded)
-
-
-def _wait_patiently(request: Any, status: Any = None) -> None:
-    """Return when `request` is done: yield the core again and again for PATIENCE_S, then sleep."""
-    if request.Test(status):
-        return
-    sleep_from = time.perf_counter() + PATIENCE_S
-    pause_s = 1e-6
-    while True:
-        os.sched_yield()
-        if request.Test(status):
-            return
-        if time.perf_counter() > sleep_from:
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 1e-3)
+    return float(ranks_per_core)
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
