@@ -114,7 +114,8 @@ class Communicator:
         ValueError : an array that is not C-contiguous, or a receive buffer that is read-only.
         OutOfStep : what came is not what was expected: ranks are not at the same collective.
         """
-        if not (send.flags.c_contiguous and receive.flags.c_contiguous and receive.flags.writeable):
+        into = receive.flags
+        if not (send.flags.c_contiguous and into.c_contiguous and into.writeable):
             self._refuse_buffers(send, receive)
         now = self._now
         out_bytes, in_bytes = send.nbytes, receive.nbytes

@@ -112,41 +112,46 @@ def _pass_and_add(comm: Communicator, parts: list[np.ndarray], buffer: np.ndarra
     buffer : shape (largest block,). Receives. `own` may be its beginning, or the block in `parts` itself.
     """
     rank, size = comm.rank, comm.size
-    right, left, out = (rank + 1) % size, (rank - 1) % size, (rank - 1) % size
+    right, left = (rank + 1) % size, (rank - 1) % size
     with comm.collective("reduce-scatter", sent_stays=True):
-        for _ in range(size - 1):
-            # In step s (from 0) `out` is block rank-s-1, and holds the sum over ranks rank-s, ..., rank.
-            into = (out - 1) % size
-            received = buffer[: parts[into].size]
+        # In step s (from 0) `out` is block rank-s-1, and holds the sum over ranks rank-s, ..., rank.
+        for out, into in _hops(left, size):
+            mine = parts[into]
+            received = buffer[: mine.size]
             comm.sendrecv(parts[out], right, received, left)
-            np.add(received, parts[into], out=own if into == rank else parts[into])
-            out = into
+            np.add(received, mine, own if into == rank else mine)
 
 
 def _pass_on(comm: Communicator, parts: list[np.ndarray]) -> None:
     """Run the loop of all-gather over the blocks of x."""
     rank, size = comm.rank, comm.size
-    right, left, out = (rank + 1) % size, (rank - 1) % size, rank
+    right, left = (rank + 1) % size, (rank - 1) % size
     with comm.collective("all-gather", sent_stays=True):
-        for _ in range(size - 1):
-            # In step s (from 0) `out` is block rank-s, and blocks rank-s, ..., rank are in place.
-            into = (out - 1) % size
+        # In step s (from 0) `out` is block rank-s, and blocks rank-s, ..., rank are in place.
+        for out, into in _hops(rank, size):
             comm.sendrecv(parts[out], right, parts[into], left)
-            out = into
 
 
-def blocks_of(comm: Communicator, x: np.ndarray) -> list[np.ndarray]:
-    """Return the blocks of `x`, one a rank, as views; refuse an `x` that a ring cannot work in."""
-    fits = isinstance(x, np.ndarray) and not x.dtype.hasobject and x.ndim == 1
-    if not fits or not x.flags.c_contiguous or not x.flags.writeable:
-        _refuse(comm, x)
-    return [x[part] for part in _slices(x.size, comm.size)]
+# A model has few sizes of units, and a ring over a short one takes little longer than cutting it: both kept.
+
+
+@lru_cache(maxsize=256)
+def _hops(first: int, size: int) -> list[tuple[int, int]]:
+    """Return the block that goes out and the one that comes in, for each step; `first` goes out first."""
+    return [((first - step) % size, (first - step - 1) % size) for step in range(size - 1)]
 
 
 @lru_cache(maxsize=256)
 def _slices(numel: int, size: int) -> list[slice]:
-    # A model has few sizes of units, and a ring over a short one takes little longer than cutting it.
     return Blocks(numel, size).slices()
+
+
+def blocks_of(comm: Communicator, x: np.ndarray) -> list[np.ndarray]:
+    """Return the blocks of `x`, one a rank, as views; refuse an `x` that a ring cannot work in."""
+    fits = isinstance(x, np.ndarray) and x.ndim == 1 and not x.dtype.hasobject
+    if not fits or not (flags := x.flags).c_contiguous or not flags.writeable:
+        _refuse(comm, x)
+    return [x[part] for part in _slices(x.size, comm.size)]
 
 
 def _refuse(comm: Communicator, x: np.ndarray) -> NoReturn:
