@@ -4,7 +4,7 @@ import pytest
 from helpers import M, settings
 from threadworld import run_ranks
 
-from zero_mpi.fit import least_bytes, refuse_what_cannot_fit
+from zero_mpi.fit import batch_bytes, least_bytes, refuse_what_cannot_fit
 from zero_mpi.schemes import DP, SCHEMES, ZeRO3
 
 
@@ -33,9 +33,14 @@ def test_a_host_is_asked_for_its_own_ranks_and_the_replay_where_rank_0_is():
     hosts = ["a", "b", "a"]
     each, replay = least_bytes(settings(), [DP, ZeRO3], 3, 100)
     for rank, needed, ranks in ((0, 2 * each + replay, "2 ranks"), (1, each, "1 rank")):
-        refuse_what_cannot_fit(settings(), [DP, ZeRO3], hosts, rank, 100, needed)
+        refuse_what_cannot_fit(settings(), [DP, ZeRO3], hosts, rank, 100, needed, "")
         words = (
             f"the {needed - 1} B of host {hosts[rank]}, got one that needs at least {needed} B there, for "
         )
-        with pytest.raises(ValueError, match=f"^memory: .*{words}{ranks};"):
-            refuse_what_cannot_fit(settings(), [DP, ZeRO3], hosts, rank, 100, needed - 1)
+        with pytest.raises(ValueError, match=f"^memory: .*{words}{ranks}; take less$"):
+            refuse_what_cannot_fit(settings(), [DP, ZeRO3], hosts, rank, 100, needed - 1, "less")
+
+
+def test_the_bytes_of_a_batch_are_its_activations_and_the_rows_of_all_who_are_drawn_for():
+    assert batch_bytes((7, 5, 3), 2, 0) == 4 * 2 * 15
+    assert batch_bytes((7, 5, 3), 2, 4) == 4 * (2 * 15 + 4 * 2 * (7 + 3))

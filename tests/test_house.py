@@ -125,6 +125,7 @@ ALLOWED = {
         "checks",
         "comm",
         "data",
+        "fit",
         "model",
         "optim",
         "parting",

@@ -109,6 +109,15 @@ def test_a_sweep_runs_each_size_and_checks_each(launch, tmp_path):
     assert held == [320, 304, 304]
 
 
+def test_a_sweep_names_a_formula_only_where_it_is_true_at_every_size(launch):
+    # Recursive halving on three ranks sends more than 2(N-1)/N vectors.
+    for sizes, title in (("2,4", "2(N-1)/N"), ("2,3", "formula")):
+        job = launch(4, *MODULE, "--sweep", sizes, "--dims", "7,5,3", "--reduction", "recursive-halving")
+        assert job.code == 0, job.err
+        heads = [line.split() for line in job.out.splitlines() if line.split()[:2] == ["N", "DP"]]
+        assert heads[0][4] == title
+
+
 def test_a_sweep_that_fails_at_one_size_says_which(launch, tmp_path):
     script = tmp_path / "stale.py"
     script.write_text(STALE)

@@ -101,6 +101,9 @@ ROWS = {
     "widths beyond the memory": Row(
         ("--dims", "200000,200000"), "got one that needs at least 5520181200000 B there, for 3 ranks"
     ),
+    "rows beyond the memory, in orders": Row(
+        ("orders", "--batch", "2000000000"), "smaller --dims or --batch, or more hosts"
+    ),
     "widths beyond all memory": Row(("--dims", "2147483647,2147483647"), "memory: expected a run that fits"),
     "sizes beyond the memory": Row(("--dims", "200000,200000", "--sweep", "1,2"), "there, for 1 rank;"),
     "a sweep beyond the job": Row(

@@ -17,8 +17,18 @@ def physical_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def batch_bytes(dims: Sequence[int], rows: int, drawn_for: int) -> int:
+    """Return the bytes of the activations that `rows` rows need until backward, and of the rows in a step.
+
+    Parameters
+    ----------
+    dims : widths of an MLP. drawn_for : ranks whose rows each rank draws; 0 where rows come from a file.
+    """
+    return 4 * rows * (sum(dims) + drawn_for * (dims[0] + dims[-1]))
+
+
 def least_bytes(
-    settings: Settings, schemes: Sequence[type[Scheme]], size: int, batch_bytes: int
+    settings: Settings, schemes: Sequence[type[Scheme]], size: int, of_batch: int
 ) -> tuple[int, int]:
     """Return the least bytes of each of `size` ranks, and of the replay that rank 0 adds.
 
@@ -34,7 +44,7 @@ def least_bytes(
     items = formulas.Itemsizes(params, grads, 4 * slots, reduce, gather)
     work = formulas.Workload(tuple(units), items, size, job.accumulate, job.reduce_every, tuple(job.freeze))
     bands = sum(formulas.bytes_per_param(SCHEMES[S], work) for S in schemes)
-    rank = int(bands * n_params) + 4 * max(units) + batch_bytes
+    rank = int(bands * n_params) + 4 * max(units) + of_batch
     replay = (12 + size * grads) * n_params if settings.reference else 0
     return rank, replay
 
@@ -44,22 +54,23 @@ def refuse_what_cannot_fit(
     schemes: Sequence[type[Scheme]],
     hosts: Sequence[str],
     rank: int,
-    batch_bytes: int,
+    of_batch: int,
     have_bytes: int,
+    advice: str,
 ) -> None:
     """Raise ValueError if the run needs more memory than the host of `rank` has. Local.
 
     Parameters
     ----------
-    hosts : of each rank of the job; the run takes as many as its ranks are. have_bytes : of this host.
+    schemes : all that are alive at once. hosts : of each rank of the job; the run takes as many as its ranks
+        are. of_batch : bytes (`batch_bytes`). have_bytes : of this host. advice : what to take instead.
     """
     here = sum(host == hosts[rank] for host in hosts)
-    each, replay = least_bytes(settings, schemes, len(hosts), batch_bytes)
+    each, replay = least_bytes(settings, schemes, len(hosts), of_batch)
     needed = here * each + (replay if hosts[0] == hosts[rank] else 0)
     if needed > have_bytes:
         ranks = "1 rank" if here == 1 else f"{here} ranks"
         raise ValueError(
             f"memory: expected a run that fits into the {have_bytes} B of host {hosts[rank]}, "
-            f"got one that needs at least {needed} B there, for {ranks}; "
-            "take smaller --dims or --batch, more hosts, one --scheme, or --no-reference"
+            f"got one that needs at least {needed} B there, for {ranks}; take {advice}"
         )

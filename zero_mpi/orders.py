@@ -14,10 +14,11 @@ from . import checks, parting, report
 from .arguments import Parser, positive_int, widths
 from .comm import Communicator
 from .data import MicroBatches, SeedStream
+from .fit import batch_bytes, physical_bytes, refuse_what_cannot_fit
 from .model import MLP
 from .optim import Adam
 from .precision import Precision
-from .reducers import REDUCERS, Reducer
+from .reducers import REDUCERS, Reducer, Ring
 from .reference import Reference
 from .run import Settings, run
 from .schemes import DP, SCHEMES, Scheme
@@ -103,19 +104,21 @@ def measure(comm: Communicator, args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _identical(comm: Communicator, args: argparse.Namespace, scheme: Scheme) -> bool | None:
-    """Return whether the four schemes hold the same bits in the order of `scheme`, ten steps. Collective."""
-    reducer: type[Reducer] = type(scheme.reducer)
-    settings = Settings(
-        model=scheme.model,
+def _settings(args: argparse.Namespace, reducer: type[Reducer]) -> Settings:
+    return Settings(
+        model=MLP(args.dims),
         data=SeedStream(7, args.batch, args.dims[0], args.dims[-1]),
-        precision=scheme.precision,
-        optimizer=scheme.optimizer,
+        precision=Precision.named("fp32"),
+        optimizer=Adam(),
         steps=min(10, args.steps),
         reducer=reducer,
         reference=False,
     )
-    result = run(comm, settings, list(SCHEMES))
+
+
+def _identical(comm: Communicator, args: argparse.Namespace, scheme: Scheme) -> bool | None:
+    """Return whether the four schemes hold the same bits in the order of `scheme`, ten steps. Collective."""
+    result = run(comm, _settings(args, type(scheme.reducer)), list(SCHEMES))
     return next(v["holds"] for v in result["verdicts"] if v["check"] == "learning")
 
 
@@ -172,10 +175,20 @@ def _in_float64(reference: Reference, batches: Sequence[MicroBatches]) -> np.nda
 
 def main(comm: Communicator, argv: Sequence[str]) -> int:
     """Run the command on every rank; return 1 if the schemes part under an order that is known, else 0."""
+    hosts = comm.hosts()
     with comm.together():
         args = parser().parse_args(argv)
         if comm.size < 2:
             raise ValueError("orders: expected at least 2 ranks, got 1: one term has one sum")
+        refuse_what_cannot_fit(
+            _settings(args, Ring),
+            [*(DP for _ in REDUCERS), *SCHEMES],
+            hosts,
+            comm.rank,
+            batch_bytes(args.dims, args.batch, comm.size),
+            physical_bytes(),
+            "smaller --dims or --batch, or more hosts",
+        )
     comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
     with comm.together():
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None

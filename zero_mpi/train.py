@@ -25,7 +25,7 @@ from .arguments import (
 from .comm import Communicator
 from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .engine import NotFinite
-from .fit import physical_bytes, refuse_what_cannot_fit
+from .fit import batch_bytes, physical_bytes, refuse_what_cannot_fit
 from .injection import FAULTS, check_makes_a_difference
 from .model import MLP
 from .optim import SGD, Adam, Optimizer
@@ -219,12 +219,14 @@ def _plans(args: argparse.Namespace, size: int) -> dict[int, _Plan]:
 
 def _refuse_what_cannot_fit(args: argparse.Namespace, plan: "_Plan", hosts: list[str], rank: int) -> None:
     """Raise ValueError if a run on the ranks of `hosts` surely needs more memory than they have. Local."""
-    # The activations that backward needs; and every rank draws the rows of all from the seed's stream.
-    columns = sum(args.dims)
-    if args.data is None:
-        columns += len(hosts) * (args.dims[0] + args.dims[-1])
     refuse_what_cannot_fit(
-        plan.settings, _schemes(args), hosts, rank, 4 * args.batch * columns, physical_bytes()
+        plan.settings,
+        _schemes(args),
+        hosts,
+        rank,
+        batch_bytes(args.dims, args.batch, len(hosts) if args.data is None else 0),
+        physical_bytes(),
+        "smaller --dims or --batch, more hosts, one --scheme, or --no-reference",
     )
 
 
