@@ -1,5 +1,7 @@
 """On real MPI ranks: bits, bytes, messages and memory at many N; groups; waiting; what MPI itself does."""
 
+import time
+
 import numpy as np
 import pytest
 from helpers import WIRES, settings
@@ -120,6 +122,21 @@ def test_another_order_of_units_on_one_rank_is_named(comm):
 
 
 @pytest.mark.mpi(min_size=2)
+def test_who_gives_ranks_up_leaves_no_message_behind(comm):
+    from mpi4py import MPI
+
+    part = comm.split(0)
+    part.transport.warn(32767)
+    comm.allgather_scalar(0)
+    came = part.transport._comm.Iprobe
+    deadline = time.monotonic() + 5
+    while not all(came(rank, MPI.ANY_TAG) for rank in range(part.size) if rank != part.rank):
+        assert time.monotonic() < deadline
+    part.give_up()
+    assert not came(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+@pytest.mark.mpi(min_size=2)
 def test_groups_count_for_themselves(comm):
     half = comm.split(comm.rank % 2, key=-comm.rank)
     x = np.full(10, comm.rank, np.float32)
@@ -169,8 +186,6 @@ def test_ranks_are_patient_where_they_outnumber_cores(comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_ranks_wait_for_rank_0_without_spinning(comm):
-    import time
-
     cpu, wall = time.process_time(), time.perf_counter()
     with comm.root_works():
         if comm.rank == 0:

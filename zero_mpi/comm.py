@@ -469,6 +469,14 @@ class Communicator:
         """Give back what `split` made. Collective."""
         self.transport.free()
 
+    def give_up(self) -> None:
+        """Leave ranks that are out of step, once all know it: receive what came for nobody. Local.
+
+        Some MPI libraries complain of such messages when they end. Not freed: one that comes later would be
+        met by the next communicator that gets this one's number.
+        """
+        self.transport.drop()
+
     def abort(self, code: int = 1) -> None:
         """End the whole job in seconds, whatever the other ranks wait for."""
         self.transport.abort(code)

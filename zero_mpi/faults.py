@@ -117,6 +117,7 @@ def make(comm: Communicator, fault: Fault, S: type[Scheme]) -> Outcome:
         return _judged(fault, S, ["non-finite"], *_step_and_unit(str(error)), "non-finite", str(error))
     except OutOfStep as error:
         words = comm.allgather_object(str(error))
+        part.give_up()
         first = next((text for text in words if "different orders" in text), words[0])
         return _judged(fault, S, ["order"], None, None, "", first)
     part.free()

@@ -54,6 +54,9 @@ class Transport(Protocol):
     def warn(self, tag: int) -> None:
         """Send every other rank an empty message with `tag`, and wait for none of them."""
 
+    def drop(self) -> None:
+        """Receive all that has come and nobody asked for. Local."""
+
     def split(self, color: int | None, key: int) -> "Transport | None":
         """Return the ranks of the same colour, ordered by key. Collective."""
 
@@ -275,6 +278,12 @@ class MPITransport:
         nothing = [bytearray(), self._MPI.BYTE]
         others = (rank for rank in range(self.size) if rank != self.rank)
         self._warnings = [self._comm.Isend(nothing, rank, tag) for rank in others]
+
+    def drop(self) -> None:
+        MPI, comm, status = self._MPI, self._comm, self._status
+        while comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            nobodys = [bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE]
+            comm.Recv(nobodys, status.Get_source(), status.Get_tag())
 
     def split(self, color: int | None, key: int) -> "MPITransport | None":
         comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)
