@@ -32,7 +32,7 @@ CRASHED = 3
 
 # Seconds that a rank told to end gives rank 0 to speak for all; and that rank 0 gives a launcher which ends a
 # job of its own accord, with SIGTERM first and SIGKILL soon after, since then the reason has been said.
-OTHERS_PAUSE_S, TERM_PAUSE_S = 2.0, 0.5
+OTHERS_PAUSE_S, TERM_PAUSE_S = 2.5, 1.5
 
 # Every message carries what its sender believes to be doing, so that a rank that hands its units over in
 # another order is named instead of summed. MPI guarantees tags up to 32767.

@@ -301,6 +301,10 @@ class MPITransport:
                 stream.flush()
         # Some libraries add lines of their own to what has been said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        if self._MPI.COMM_WORLD.Get_size() == 1:
+            # There is nobody to tell. MPI would run the C library's exit, under which another thread that
+            # still computes may crash, and the exit code be that of the crash.
+            os._exit(code)
         self._comm.Abort(code)
 
     def describe(self) -> str:
