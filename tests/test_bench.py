@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from threadworld import run_ranks
 
-from zero_mpi import bench, ring
+from zero_mpi import arguments, bench, ring
 from zero_mpi.comm import Communicator
 from zero_mpi.layout import Blocks
 from zero_mpi.precision import dtype_of
@@ -86,7 +86,7 @@ def test_one_rank_has_no_times():
 
 @pytest.mark.parametrize("text, nbytes", [("4096", 4096), ("4K", 4096), ("64m", 2**26), ("2G", 2**31)])
 def test_sizes_are_written_as_for_nccl_tests(text, nbytes):
-    assert bench.byte_size(text) == nbytes
+    assert arguments.byte_size(text) == nbytes
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,8 @@ def test_messages_are_held_to_their_formula():
         "formula_messages": 2,
         "control_bytes": 16,
         "control_messages": 2,
-        "control_formula": [16, 2],
+        "control_formula_bytes": 16,
+        "control_formula_messages": 2,
     }
     assert checks.traffic_fault(evidence) == "sent 3 messages, formula 2"
     right = {**evidence, "sent_messages": 2}

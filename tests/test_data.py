@@ -109,7 +109,7 @@ BAD = {
     "x: expected real numbers, got complex128": {"x": ones.astype(complex), "y": ones},
     "x: expected real numbers, got <U1": {"x": np.array([["a", "b"]]), "y": ones},
     "x: expected finite float32 numbers, got NaN or infinity in row 1": {"x": nan, "y": ones},
-    "y: expected finite float32 numbers, got NaN or infinity in row 0": {
+    "y: expected finite float32 numbers, got a number beyond float32's range in row 0": {
         "x": ones,
         "y": ones.astype(float) * 1e300,
     },

@@ -195,6 +195,8 @@ REFUSED = {
     "too few ranks": ("rotated-ring", ["dp"], 2, {}, "expected at least 3 ranks, got 2"),
     "one rank": ("nan", ["dp"], 1, {}, "expected at least 2 ranks, got 1"),
     "another scheme": ("never-free", ["dp", "zero1"], 3, {}, "expected --scheme zero3, got dp, zero1"),
+    "too few steps": ("one-step-behind", ["dp"], 3, {"steps": 2}, "expected at least 3 steps, got 2"),
+    "too few units": ("unit-order", ["dp"], 3, {"units": 1}, "expected at least 2 units, got 1"),
     "no accumulation": ("sum-micro-batches", ["dp"], 3, {}, "expected --accumulate 2 beside it"),
     "no clipping": ("local-norm", ["dp"], 3, {}, "expected --clip-norm 0.01 beside it"),
     "no audit": ("hidden-copy", ["dp"], 3, {}, "expected --audit-memory beside it"),
@@ -203,13 +205,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name, schemes, size, options, words", REFUSED.values(), ids=REFUSED)
 def test_a_fault_that_would_do_nothing_is_refused(name, schemes, size, options, words):
-    options = {"accumulate": 1, "clip_norm": None, "audit_memory": False, **options}
+    defaults = {"steps": 3, "units": 2, "accumulate": 1, "clip_norm": None, "audit_memory": False}
     with pytest.raises(ValueError, match=f"^--inject {name}: {words}$"):
-        check_makes_a_difference(FAULTS[name], schemes, size, **options)
+        check_makes_a_difference(FAULTS[name], schemes, size, **{**defaults, **options})
 
 
 def test_each_fault_runs_with_what_it_needs():
-    options = {"accumulate": 2, "clip_norm": 1.0, "audit_memory": True}
+    options = {"steps": 3, "units": 2, "accumulate": 2, "clip_norm": 1.0, "audit_memory": True}
     for f in FAULTS.values():
         check_makes_a_difference(f, f.schemes[-1:], 3, **options)
 

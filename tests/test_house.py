@@ -81,7 +81,7 @@ ALLOWED = {
         "training",
     },
     "report": set(),
-    "bench": {"__init__", "arguments", "comm", "layout", "report", "ring"},
+    "bench": {"__init__", "arguments", "comm", "fit", "layout", "report", "ring"},
     "fit": {"formulas", "precision", "run", "schemes"},
     "injection": {"data", "model", "precision", "schemes"},
     "arguments": {"training"},

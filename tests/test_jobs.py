@@ -50,7 +50,7 @@ def test_real_digits_are_learned(launch):
     job = launch(4, *MODULE, "--scheme", "all", *args)
     assert job.code == 0, job.err
     text = " ".join(job.out.split())
-    assert "1797 rows, 56 steps an epoch" in text and "the last 5 rows of an epoch" in text
+    assert "1797 rows, shuffled by seed 7, 56 steps an epoch, 3 epochs, the last 5 rows of an epoch" in text
     assert "168 of 168" in text
     losses = text.split("loss by step: ")[1].split(" Why")[0].replace("(", "").replace(",", "").split()
     assert float(losses[-2]) < 0.2 * float(losses[0])
@@ -107,6 +107,80 @@ def test_a_sweep_runs_each_size_and_checks_each(launch, tmp_path):
     assert [row["ranks"] for row in rows] == [1, 2, 3]
     held = [sum(rank["held_bytes"].values()) for rank in rows[2]["memory"]["zero3"]["ranks"]]
     assert held == [320, 304, 304]
+
+
+def test_a_sweep_over_a_file_says_what_each_size_makes_of_it(launch, tmp_path):
+    path = tmp_path / "rows.npz"
+    np.savez(path, x=np.ones((40, 7), np.float32), y=np.ones((40, 3), np.float32))
+    job = launch(3, *MODULE, "--sweep", "1,3", "--data", path, "--dims", "7,5,3", "--last-batch", "keep")
+    assert job.code == 0, job.err
+    text = " ".join(job.out.split())
+    assert "N = 1: 5 steps an epoch, 1 epoch; N = 3: 2 steps an epoch, 1 epoch, the last 16 rows" in text
+    assert "training 5, 2 steps, 8 rows a rank and step" in text
+
+
+def test_a_scheme_alone_in_its_order_runs_beside_one_that_shares_it(launch):
+    argv = [
+        *MODULE,
+        "--scheme",
+        "zero2",
+        "--accumulate",
+        "3",
+        "--dims",
+        "7,5,3",
+        "--no-reference",
+        "--steps",
+        "4",
+    ]
+    job = launch(3, *argv, "--inject", "neighbours-gradient", "--precision", "fp32")
+    assert job.code == 1, job.out
+    assert "FAILS  learning   ZeRO-3 parts from ZeRO-2 in step 1" in job.out
+
+
+WIDE = {
+    "odd blocks": (
+        "--reduction",
+        "recursive-halving",
+        "--freeze",
+        "1",
+        "--accumulate",
+        "123",
+        "--batch",
+        "1",
+    ),
+    "fractions": ("--sweep", "1,2,3", "--accumulate", "3", "--freeze", "1", "--optimizer", "adamw"),
+    "library": ("--reduction", "library", "--sweep", "1,3"),
+    "naive": ("--reduction", "naive", "--sweep", "1,3"),
+}
+
+
+@pytest.mark.parametrize("argv", WIDE.values(), ids=WIDE)
+def test_tables_fit_into_80_columns(launch, argv):
+    job = launch(3, *MODULE, "--dims", "5,70,73,3", "--steps", "2", *argv)
+    assert job.err == "" and max(map(len, job.out.splitlines())) <= 80, job.out
+    if "--sweep" in argv and "--reduction" in argv:
+        assert "max |θ-θ_ring|" in job.out and "ring's order" in " ".join(job.out.split())
+        assert ("calls of the MPI library" in job.out) == ("library" in argv)
+
+
+def test_every_option_is_in_the_json(launch, tmp_path):
+    path = tmp_path / "out.json"
+    argv = ["--optimizer", "sgd", "--momentum", "0.90000001", "--loss-scale", "65537.0625", "--lr", "0.001"]
+    job = launch(2, *MODULE, "--dims", "7,5,3", "--steps", "2", "--json", path, *argv)
+    assert job.code == 0, job.err
+    said = json.loads(path.read_text())["settings"]
+    expected = {
+        "dims": [7, 5, 3],
+        "optimizer": "sgd",
+        "momentum": 0.90000001,
+        "weight_decay": 0.0,
+        "loss_scale": "fixed",
+        "loss_scale_initial": 65537.0625,
+        "last_batch": "drop",
+        "epochs": None,
+        "audit_memory": False,
+    }
+    assert {name: said[name] for name in expected} == expected
 
 
 def test_a_sweep_names_a_formula_only_where_it_is_true_at_every_size(launch):

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.launches
 MODULE = ("-m", "zero_mpi")
 DIGITS = ("--data", str(DATA / "digits.npz"), "--dims", "64,10")
 BIG = str(2**31)
+SCALED = ("--dims", "7,5,3", "--loss-scale", "dynamic")
+VAST = ("--data", "@/vast.npz", "--dims", "3,2", "--batch", "1", "--steps", "3")
 
 
 class Row(NamedTuple):
@@ -101,6 +103,71 @@ ROWS = {
     "widths beyond the memory": Row(
         ("--dims", "200000,200000"), "got one that needs at least 5520181200000 B there, for 3 ranks"
     ),
+    "micro-batches beyond the memory": Row(
+        ("--accumulate", "2000000000"), "memory: expected a run that fits"
+    ),
+    "more rows than the file has": Row(
+        ("--data", "@/four.npz", "--dims", "3,2", "--batch", "2000000000", "--last-batch", "keep"),
+        "1 step an epoch",
+        0,
+    ),
+    "vectors beyond the memory": Row(
+        ("bench", "--max-bytes", "4M"), "--max-bytes: expected a size that fits", patch="little memory"
+    ),
+    "sizes of 5000 digits": Row(
+        ("bench", "--max-bytes", "9" * 5000), "argument --max-bytes: expected bytes such as 4096, 64K"
+    ),
+    "repeats in words": Row(
+        ("bench", "--repeats", "many"), "argument --repeats: expected a whole number from 1 to 1000000"
+    ),
+    "a value where none goes": Row(("--quiet=1",), "argument --quiet: expected no value, got '1'"),
+    "an audit of one step": Row(
+        ("--audit-memory", "--steps", "1"), "--audit-memory: expected at least 2 steps"
+    ),
+    "a list of faults on one rank only": Row(
+        [("faults", "--list"), ("faults",), ("faults",)], "--list: expected the same on every rank, got True"
+    ),
+    "JSON of faults on one rank only": Row(
+        [("faults",), ("faults", "--json", "@/f.json"), ("faults",)],
+        "--json: expected the same on every rank, got None on rank 0",
+    ),
+    "JSON of a list": Row(
+        ("faults", "--list", "--json", "@/f.json"), "--json: expected faults to make, got --list"
+    ),
+    "certificates that differ between ranks": Row(
+        [("compare", "a", "b"), ("compare", "a", "c"), ("compare", "a", "b")],
+        "B.json: expected the same on every rank, got b on rank 0 and c on rank 1",
+    ),
+    "JSON into the certificate": Row(
+        ("--json", "@/both.json", "--certificate", "@/./both.json"),
+        "expected another file than that of --json",
+    ),
+    "JSON into the data": Row(
+        ("--data", "@/good.npz", "--dims", "3,2", "--batch", "1", "--json", "@/good.npz"),
+        "expected another file than that of --data, got the same",
+    ),
+    "a fault too late to be made": Row(
+        ("--inject", "nan", "--steps", "2"), "--inject nan: expected at least 3 steps, got 2"
+    ),
+    "a fault in a unit that is not there": Row(
+        ("--inject", "nan", "--dims", "5,3"), "--inject nan: expected at least 2 units, got 1"
+    ),
+    "a fault without checks": Row(
+        ("--inject", "same-batch", "--no-check"), "expected checks that can see it, got --no-check"
+    ),
+    "gradients of a dtype that fp32 has not": Row(
+        ("--precision", "fp32", "--grad-dtype", "float16"),
+        "grad dtype: expected float32 with precision fp32, got float16; precision mixed has",
+    ),
+    "a scale that falls to its floor, in JSON": Row(
+        (*SCALED, "--lr", "1e5", "--steps", "60", "--json", "@/floor.json"), "1, may not fall below 1", 1
+    ),
+    "infinite losses, in a certificate": Row(
+        (*VAST, "--loss-scale", "dynamic", "--certificate", "@/vast.json"), "not finite", 0
+    ),
+    "an infinite loss at a fixed scale": Row(
+        (*VAST, "--loss-scale", "8"), "loss: expected a finite number, got inf on rank 0 in step 1", 1
+    ),
     "rows beyond the memory, in orders": Row(
         ("orders", "--batch", "2000000000"), "smaller --dims or --batch, or more hosts"
     ),
@@ -147,7 +214,7 @@ ROWS = {
     "words for numbers": data("words.npz", "x: expected real numbers, got <U1"),
     "a NaN": data("nan.npz", "x: expected finite float32 numbers, got NaN or infinity in row 4"),
     "an infinity": data("inf.npz", "y: expected finite float32 numbers, got NaN or infinity in row 5"),
-    "numbers beyond float32": data("beyond.npz", "y: expected finite float32 numbers, got NaN or infinity"),
+    "numbers beyond float32": data("beyond.npz", "y: expected finite float32 numbers, got a number beyond"),
     "x of one dimension": data("flat.npz", "x: expected shape (rows, 3), got (9,)"),
     "y of three dimensions": data("deep.npz", "y: expected shape (rows, 2), got (9, 2, 1)"),
     "x that does not fit the model": data("wide x.npz", "x: expected 3 columns, the first of --dims, got 4"),
@@ -214,7 +281,7 @@ ROWS = {
         0,
     ),
     "a file of one step an epoch": data(
-        "four.npz", "4 rows, 1 step an epoch, shuffled by seed 7; the last row", 0
+        "four.npz", "4 rows, shuffled by seed 7, 1 step an epoch, 1 epoch, the last row of an epoch", 0
     ),
     "huge losses": Row(
         ("--data", "@/huge.npz", "--dims", "3,2", "--batch", "1", "--precision", "fp32"), "e+34", 0
@@ -227,7 +294,7 @@ MANY = '''
 import contextlib, io, itertools, json, os, sys, time, warnings
 from unittest import mock
 import numpy as np
-from zero_mpi import cli, report
+from zero_mpi import bench, cli, report
 from zero_mpi.comm import Communicator
 from zero_mpi.model import MLP
 
@@ -283,6 +350,7 @@ PATCHES = {
     "NaN on rank 1": lambda: mock.patch.object(MLP, "loss", changed(float("nan"), 9)),
     "infinity on rank 1": lambda: mock.patch.object(MLP, "loss", changed(float("inf"), 11)),
     "disk full": lambda: mock.patch.object(report.json, "dump", lambda *a, **k: full()),
+    "little memory": lambda: mock.patch.object(bench, "physical_bytes", lambda: 2**20),
     "no BLAS": lambda: mock.patch.object(np, "show_config", lambda mode: {"Build Dependencies": {}}),
 }
 
@@ -340,6 +408,7 @@ def write_files(folder):
         "integers": {"x": np.arange(27).reshape(9, 3) % 5, "y": y},
         "four": {"x": x[:4], "y": y[:4]},
         "huge": {"x": x / 9, "y": y * np.float32(1e17)},
+        "vast": {"x": x * np.float32(1e20), "y": y},
         200 * "n": {"x": x, "y": y},
         "bools": {"x": x.astype(float) / 9, "y": y > 0},
     }.items():
@@ -392,7 +461,7 @@ def test_each_mistake_is_one_line_from_one_rank(many, name):
     ranks = outcomes[name]
     assert [rank["code"] for rank in ranks] == [row.code] * 3, ranks
     assert all(rank["elapsed_s"] < 5 for rank in ranks)
-    assert ranks[0]["left"] == (name == "a loss that becomes NaN, in JSON")
+    assert ranks[0]["left"] == (row.code < 2 and bool({"--json", "--certificate"} & set(row.argv)))
     words = row.words.replace("@/good.npz", f"{folder}/good.npz")
     out, err = ranks[0]["out"], "".join(rank["err"] for rank in ranks)
     assert ranks[1]["out"] == ranks[2]["out"] == ""
@@ -442,6 +511,14 @@ def test_the_json_of_a_failure_says_it_and_the_losses_before(many):
     assert list(result["losses"]) == ["dp", "zero1", "zero2", "zero3"]
     assert all(len(losses) == 2 and losses == result["losses"]["dp"] for losses in result["losses"].values())
     assert "verdicts" not in result and "memory" not in result
+
+
+def test_numbers_that_are_not_finite_are_null_in_files(many):
+    folder, _ = many
+    floor = json.loads((folder / "floor.json").read_text())
+    assert "may not fall below 1" in floor["failure"] and floor["exit_code"] == 1
+    links = json.loads((folder / "vast.json").read_text())["chains"]["dp"]
+    assert [link["loss"] for link in links] == [None] * 4
 
 
 # Jobs of their own: what ends a job, or is the launcher's.
@@ -622,7 +699,7 @@ def test_a_signal_ends_the_job_with_one_line(tmp_path, who, number):
         # Its launcher ends all with SIGTERM, then SIGKILL, says nothing more of ours, and exits 1.
         assert job.code != 0
         return
-    # An older launcher of MPICH kills what does not end at once, and now and then exits with SIGKILL's number.
+    # An older launcher of MPICH kills what does not end at once, and may exit with SIGKILL's number.
     killed = ranks > 1 and job.code == signal.SIGKILL and "MPICH Version: 4." in library()
     if killed and who == "the launcher":
         return
@@ -639,7 +716,9 @@ def piped(words, tail):
     return finish(start(["bash", "-c", command], PYTHONUNBUFFERED=""), timeout_s=30)
 
 
-@pytest.mark.parametrize("argv", [("--dims", "7,5,3"), ("--help",)], ids=["run", "help"])
+@pytest.mark.parametrize(
+    "argv", [("--dims", "7,5,3"), ("--help",), ("bench", "--max-bytes", "64K")], ids=["run", "help", "bench"]
+)
 def test_a_reader_that_goes_is_no_error(tmp_path, argv):
     # The reader has gone before the first line.
     job = piped([sys.executable, *MODULE, *argv], "| true")
@@ -650,8 +729,9 @@ def test_a_reader_that_goes_is_no_error(tmp_path, argv):
     assert json.loads(path.read_text())["exit_code"] == 0
 
 
-def test_help_that_cannot_be_printed_is_an_error():
-    job = piped([sys.executable, *MODULE, "--help"], "> /dev/full")
+@pytest.mark.parametrize("argv", [("--help",), ("bench", "--max-bytes", "64K")], ids=["help", "bench"])
+def test_what_cannot_be_printed_is_an_error(argv):
+    job = piped([sys.executable, *MODULE, *argv], "> /dev/full")
     assert job.code == 2
     assert ours(job) == ["zero_mpi: error: cannot be written: standard output: No space left on device"]
 

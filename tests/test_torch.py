@@ -142,16 +142,12 @@ def test_the_cosine_with_warm_up_is_the_formula_and_pytorchs(warmup, updates):
     decay = parts.CosineAnnealingLR(optimizer, updates - warmup)
     chained = decay
     if warmup:
-        rise = parts.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
-        chained = parts.SequentialLR(optimizer, [rise, decay], [warmup - 1])
-    else:
-        # Update 1 has taken the first step of the decay.
-        optimizer.step()
-        chained.step()
+        rise = parts.LinearLR(optimizer, 1 / warmup, 1.0, max(1, warmup - 1))
+        chained = parts.SequentialLR(optimizer, [rise, decay], [warmup])
     for update in range(1, updates + 1):
         expected = update / warmup if update <= warmup else None
         if expected is None:
-            expected = (1 + math.cos(math.pi * (update - warmup) / (updates - warmup))) / 2
+            expected = (1 + math.cos(math.pi * (update - 1 - warmup) / (updates - warmup))) / 2
         assert schedule.factor(update) == pytest.approx(expected, abs=1e-12)
         assert schedule.factor(update) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9)
         optimizer.step()

@@ -8,7 +8,7 @@ from helpers import settings
 from models import Prepared, TinyUnits
 from threadworld import run_ranks
 
-from zero_mpi import checks, formulas
+from zero_mpi import checks, formulas, report
 from zero_mpi.comm import SharedMistake
 from zero_mpi.data import FileRows, SeedStream
 from zero_mpi.engine import NotFinite, OutOfBatches
@@ -153,6 +153,96 @@ def test_case_three_micro_batches_of_1_10_and_100_average_to_37(size, S, every, 
     for own, loss in run_ranks(size, work):
         assert np.array_equal(own, np.full(own.size, 37.0))
         assert loss == 37.0
+
+
+def learning_of(size, schemes=SCHEMES, **options):
+    base = settings(**{"model": M, "steps": 3, **options})
+    result = run_ranks(size, lambda comm: run(comm, base, list(schemes)))[0]
+    return result, next(v for v in result["verdicts"] if v["check"] == "learning")
+
+
+def test_families_of_equal_weights_and_other_gradients_are_not_called_the_same():
+    class Shifted(MLP):
+        def init(self, seed=0):
+            yield from (theta + np.float32(9) for theta in super().init(seed))
+
+    # So small a rate moves no weight; gradients still add up in two orders.
+    result, verdict = learning_of(
+        3,
+        model=Shifted((7, 5, 3)),
+        precision=Precision.named("fp32"),
+        optimizer=SGD(lr=1e-30),
+        training=Training(3),
+        data=SeedStream(7, 4, 7, 3, 3),
+    )
+    rows = result["learning"]["schemes"].values()
+    assert [row["max_abs_difference"] for row in rows] == [0] * 4
+    assert [row["same_as_first"] for row in rows] == [True, True, False, False]
+    assert verdict["holds"] and "Gradients are apart, no weight is yet, by rounding" in verdict["says"]
+    assert "Why exactly zero" not in " ".join(report.learning(result))
+
+
+def test_schemes_that_nobody_replayed_are_not_said_to_part_by_rounding():
+    options = {
+        "training": Training(3),
+        "data": SeedStream(7, 4, 7, 3, 3),
+        "precision": Precision.named("fp32"),
+    }
+    for reference, words in (
+        (True, ", by rounding: one adds up"),
+        (False, "; right schemes are, by rounding"),
+    ):
+        _, verdict = learning_of(3, reference=reference, **options)
+        assert verdict["holds"] and words in verdict["says"]
+
+
+def test_a_scheme_without_a_partner_is_not_said_to_be_identical():
+    options = {"training": Training(3), "data": SeedStream(7, 4, 7, 3, 3), "reference": False}
+    result, _ = learning_of(3, [DP, ZeRO2], **options)
+    row = result["learning"]["schemes"]["zero2"]
+    assert row["identical_steps"] is None and row["max_abs_difference"] > 0
+
+
+@pytest.mark.parametrize("name", ["naive", "recursive-halving"])
+def test_the_distance_from_the_ring_is_the_largest_of_all_schemes(name):
+    job = Training(3)
+    options = {"training": job, "data": SeedStream(7, 4, 7, 3, 3), "precision": Precision.named("fp32")}
+    result, _ = learning_of(4, reducer=REDUCERS[name], **options)
+
+    def apart(comm):
+        found = 0.0
+        for S in SCHEMES:
+            thetas = []
+            for reducer in (REDUCERS[name], REDUCERS["ring"]):
+                scheme = S(M, comm, precision=options["precision"], training=job, reducer=reducer)
+                for batches in itertools.islice(options["data"].global_batches(4), 3):
+                    scheme.step(*batches[comm.rank])
+                    thetas.append(scheme.full_theta())
+            if comm.rank == 0:
+                found = max(found, float(np.max(np.abs(np.subtract(thetas[:3], thetas[3:])))))
+        return found
+
+    assert result["learning"]["max_abs_difference_from_ring"] == run_ranks(4, apart)[0] > 0
+
+
+def test_traffic_shown_is_of_the_last_step_that_was_not_skipped():
+    base = {"training": Training(loss_scale=LossScale(256.0)), "data": Spoiled(7, 4, 7, 3)}
+    result, _ = learning_of(3, **base, steps=3)
+    assert all(
+        row["updated"] and row["formula"] == "2(N-1)/N" for row in list(result["traffic"].values())[:3]
+    )
+    assert not any(v["holds"] is False for v in result["verdicts"])
+
+
+def test_a_scheme_that_skipped_every_step_is_said_to():
+    training = Training(loss_scale=LossScale(2.0**120, dynamic=False))
+    result, _ = learning_of(3, training=training)
+    assert not any(row["updated"] for row in result["traffic"].values())
+    text = " ".join(" ".join(report.traffic(result)).split())
+    assert "data parallel, ZeRO-1, ZeRO-2, ZeRO-3 skipped every step: without an update" in text
+    assert "N = 3: data parallel, ZeRO-1, ZeRO-2, ZeRO-3 skipped" in " ".join(
+        report.sweep({3: result, 2: result})
+    )
 
 
 @pytest.mark.parametrize("S", SCHEMES)
@@ -325,6 +415,19 @@ def test_another_number_of_micro_batches_is_refused():
             scheme.step(empty, empty)
 
     run_ranks(1, work)
+
+
+@pytest.mark.parametrize("given", [0, 1, 3])
+def test_another_number_of_micro_batches_on_one_rank_ends_the_step_of_all(given):
+    def work(comm):
+        scheme = ZeRO2(M, comm, training=Training(2))
+        batch = np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)
+        with pytest.raises(SharedMistake) as caught:
+            scheme.step(*[batch] * (given if comm.rank == 1 else 2))
+        return str(caught.value)
+
+    words = f"step: expected 2 micro-batches, or a single None, got {given} on rank 1"
+    assert run_ranks(3, work) == [words] * 3
 
 
 # Clipping.
@@ -559,9 +662,10 @@ def test_sgd_is_its_formula():
     assert heavy.tolist() == [-0.25 * 4.25 * g for g in (1, 2, 4)]
 
 
-def test_the_schedule_warms_up_and_falls_to_nothing():
+def test_the_schedule_warms_up_and_falls_to_nothing_after_the_last_update():
     schedule = Schedule("cosine", 2, 6)
-    assert [schedule.factor(t) for t in (1, 2, 4, 6)] == [0.5, 1.0, pytest.approx(0.5), pytest.approx(0.0)]
+    assert [schedule.factor(t) for t in (1, 2, 3, 5, 7)] == [0.5, 1, 1, pytest.approx(0.5), pytest.approx(0)]
+    assert Schedule("cosine", 0, 1).factor(1) == 1
     assert [Schedule("constant", 4).factor(t) for t in (1, 4, 900)] == [0.25, 1.0, 1.0]
 
 

@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         return self._text or super().format_help()
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise ValueError(message.replace("ignored explicit argument", "expected no value, got"))
 
 
 def positive_int(text: str) -> int:
@@ -38,14 +38,28 @@ def seed_int(text: str) -> int:
     return _whole(text, least=0)
 
 
-def _whole(text: str, least: int) -> int:
+def repeats(text: str) -> int:
+    """Return a whole number from 1 to a million."""
+    return _whole(text, least=1, most=10**6)
+
+
+def _whole(text: str, least: int, most: int = 2**31 - 1) -> int:
     # Plain digits: Python's int also takes 1_0, and digits of other scripts. Its length is limited, too.
     plain = text.isascii() and text.isdigit() and len(text) <= 10
-    if not plain or not least <= int(text) < 2**31:
+    if not plain or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(
-            f"expected a whole number from {least} to 2147483647, got {_shown(text)}"
+            f"expected a whole number from {least} to {most}, got {_shown(text)}"
         )
     return int(text)
+
+
+def byte_size(text: str) -> int:
+    """Return a number of bytes from a text such as 4096, 64K, 64M or 1G, as nccl-tests takes them."""
+    factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
+    digits = text if factor == 1 else text[:-1]
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 15) or int(digits) == 0:
+        raise argparse.ArgumentTypeError(f"expected bytes such as 4096, 64K or 64M, got {_shown(text)}")
+    return int(digits) * factor
 
 
 def _shown(text: str) -> str:
@@ -88,8 +102,15 @@ def loss_scale(text: str) -> LossScale | None:
         ) from None
 
 
+def limit(text: str) -> float | None:
+    """Return a finite number above 0, or None for the text none."""
+    return None if text == "none" else positive_float(text)
+
+
 def units(text: str) -> tuple[int, ...]:
-    """Return numbers of units, in rising order, each once, from a list such as 0,2."""
+    """Return numbers of units, in rising order, each once, from a list such as 0,2, or none."""
+    if text == "none":
+        return ()
     return tuple(sorted({seed_int(part.strip()) for part in text.split(",")}))
 
 

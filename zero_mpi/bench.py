@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import report, ring
-from .arguments import Parser
+from .arguments import Parser, byte_size, repeats
 from .comm import LIBRARY_SUMS, MAX_LIBRARY_NUMEL, Communicator
+from .fit import physical_bytes
 from .layout import Blocks
 
 SCHEMA = "zero_mpi.bench/1"
@@ -28,6 +29,9 @@ MOST_CALLS = 20
 # Counting costs little beside the noise of a shared machine: it is measured with so many times the repeats.
 COUNTING_BYTES = 2**20
 COUNTING_REPEATS = 10
+
+# What a case holds of a vector's size, at least: x, what it starts as, and the exact result.
+WHOLE_VECTORS = 3
 
 # A prime, so that a block in another's place shows: blocks of the sizes measured are no multiples of it.
 PATTERN_LENGTH = 1009
@@ -320,21 +324,6 @@ def _us(value: float) -> str:
 # The command line.
 
 
-def byte_size(text: str) -> int:
-    """Return a number of bytes from a text such as 4096, 64K, 64M or 1G, as nccl-tests takes them."""
-    factor = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
-    digits = text if factor == 1 else text[:-1]
-    if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
-        raise argparse.ArgumentTypeError(f"expected bytes such as 4096, 64K or 64M, got {text!r}")
-    return int(digits) * factor
-
-
-def _repeats(text: str) -> int:
-    if not (text.isascii() and text.isdigit()) or not 1 <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 to 1000000, got {text!r}")
-    return int(text)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the arguments after `bench`."""
     p = Parser(
@@ -347,7 +336,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--min-bytes", type=byte_size, default=2**12, metavar="B", help="smallest size [4K]")
     p.add_argument("--max-bytes", type=byte_size, default=2**26, metavar="B", help="largest size [64M]")
-    p.add_argument("--repeats", type=_repeats, default=25, metavar="R", help="timings of each [25]")
+    p.add_argument("--repeats", type=repeats, default=25, metavar="R", help="timings of each [25]")
     p.add_argument("--dtype", choices=LIBRARY_SUMS, default="float32", help="of the elements [float32]")
     p.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
     return p
@@ -373,9 +362,16 @@ def sizes(args: argparse.Namespace, ranks: int) -> list[int]:
 
 def main(comm: Communicator, argv: Sequence[str]) -> int:
     """Run the benchmark on every rank; return the exit code: 0, or 1 if a result is wrong."""
+    hosts = comm.hosts()
     with comm.together():
         args = parser().parse_args(argv)
         each = sizes(args, comm.size)
+        needed = hosts.count(hosts[comm.rank]) * WHOLE_VECTORS * max(each)
+        if needed > physical_bytes():
+            raise ValueError(
+                f"--max-bytes: expected a size that fits into the {physical_bytes()} B of host "
+                f"{hosts[comm.rank]}, got one that needs at least {needed} B there"
+            )
     comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
     with comm.together():
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
@@ -385,9 +381,11 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
 def _bench(
     comm: Communicator, args: argparse.Namespace, each: Sequence[int], target: report.JsonFile | None
 ) -> int:
+    wrong: list[str] = []
+
     def say(*lines: str) -> None:
         if comm.rank == 0:
-            print("\n".join(lines), flush=True)
+            wrong.append(report.say(lines))
 
     environment = {
         "ranks": comm.size,
@@ -398,10 +396,11 @@ def _bench(
     }
     hosts = "1 host" if environment["hosts"] == 1 else f"{environment['hosts']} hosts"
     crowded = ", more ranks than cores" if comm.defers_sends else ""
+    repeated = report.counted(args.repeats, "repeat")
     say(
         f"# zero_mpi bench: ring against {environment['mpi']}",
         f"# n = {comm.size} on {hosts}{crowded}; numpy {environment['numpy']}",
-        f"# median, p5 and p95 of {args.repeats} repeats of the slowest rank, ours and the library's in turn",
+        f"# median, p5 and p95 of {repeated} of the slowest rank, ours and the library's in turn",
     )
     rows = []
     for operation in OPERATIONS:
@@ -413,8 +412,9 @@ def _bench(
     code = int(any(row[by]["wrong"] for row in rows if row["ours"] for by in ("ours", "library")))
     if target is not None:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
-        target.write(
-            {"schema": SCHEMA, "settings": settings, "environment": environment, **result, "exit_code": code}
-        )
+        document = {"schema": SCHEMA, "settings": settings, "environment": environment, **result}
+        wrong.append(target.write({**document, "exit_code": code}))
     say(*closing(result))
-    return code
+    if report.complain_of(wrong):
+        code = code or 2
+    return int(comm.allgather_scalar(code, np.int64)[0])

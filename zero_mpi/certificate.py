@@ -16,6 +16,7 @@ of a unit are added modulo 2^64 (`add`).
 """
 
 import json
+import math
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
@@ -86,6 +87,7 @@ class Chain:
 
         Parameters
         ----------
+        loss : left out where it is not finite: JSON has no number for it.
         params, grads : for each unit its whole array, any shape, of 2, 4 or 8 bytes an element; or the sum of
             its blocks' digests.
 
@@ -98,7 +100,7 @@ class Chain:
         self.links.append(
             Link(
                 int(step),
-                None if loss is None else float(loss),
+                float(loss) if loss is not None and math.isfinite(loss) else None,
                 None if data is None else _hex(data),
                 None if grads is None else self._digests("grads", grads),
                 self._digests("params", params),
@@ -249,7 +251,7 @@ def _compared(one: str, a: Mapping[str, Any], other: str, b: Mapping[str, Any]) 
     not_compared = []
     alone = len(first) + len(second) - 2 * len(pairs)
     if alone:
-        not_compared.append(f"{alone} steps that only one of them has")
+        not_compared.append(f"{alone} {'step' if alone == 1 else 'steps'} that only one of them has")
     stored = [certificate["settings"].get("grads_dtype") for certificate in (a, b)]
     if stored[0] != stored[1]:
         not_compared.append(f"gradients, stored as {stored[0]} and {stored[1]}")

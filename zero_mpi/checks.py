@@ -279,7 +279,8 @@ def traffic_evidence(scheme: Scheme, claim: formulas.Claim, hosts: Sequence[str]
         "sent_across_hosts_bytes": model.sent_bytes - within,
         "control_bytes": control.sent_bytes,
         "control_messages": control.sent_messages,
-        "control_formula": list(formulas.control_sent(work)),
+        "control_formula_bytes": formulas.control_sent(work)[0],
+        "control_formula_messages": formulas.control_sent(work)[1],
         "sent_units": {name: count.sent_elements / work.n_params for name, count in by_name.items()},
         "library_calls": sum(traffic.calls.values()),
     }
@@ -295,8 +296,8 @@ def traffic_fault(evidence: dict[str, Any]) -> str:
             return f"sent {evidence['sent_messages']} messages, formula {evidence['formula_messages']}"
     # Else model bytes could travel under another name.
     control = [evidence["control_bytes"], evidence["control_messages"]]
-    if control != evidence["control_formula"]:
-        expected = evidence["control_formula"]
+    expected = [evidence["control_formula_bytes"], evidence["control_formula_messages"]]
+    if control != expected:
         return (
             f"control: sent {control[0]} B in {control[1]} messages, formula {expected[0]} B in {expected[1]}"
         )

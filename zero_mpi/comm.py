@@ -393,6 +393,9 @@ class Communicator:
                 self.abort(error.code if isinstance(error.code, int) else 1)
             raise
         except BaseException as error:
+            if type(error).__module__.startswith("mpi4py"):
+                # Mostly a rank that is gone, of which its own line says why: the launcher ends this one, too.
+                time.sleep(TERM_PAUSE_S)
             interrupted = isinstance(error, KeyboardInterrupt)
             what = "was ended by SIGINT" if interrupted else f"failed:\n{traceback.format_exc()}"
             print(f"zero_mpi: rank {self.rank} {what}", file=sys.stderr, flush=True)

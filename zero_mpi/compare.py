@@ -25,6 +25,18 @@ EXPLAIN = {
     "grads_dtype": "other dtypes at rest",
     "reduce_dtype": "another dtype on the wire",
     "training": "another optimizer or another schedule",
+    "optimizer": "another optimizer or another schedule",
+    "lr": "another optimizer or another schedule",
+    "momentum": "another optimizer or another schedule",
+    "weight_decay": "another optimizer or another schedule",
+    "schedule": "another optimizer or another schedule",
+    "warmup": "another optimizer or another schedule",
+    "clip_norm": "another limit of the norm",
+    "loss_scale": "another loss scale",
+    "loss_scale_initial": "another loss scale",
+    "freeze": "other units that are trained",
+    "epochs": "other batches",
+    "last_batch": "other batches",
     "seed": "other batches",
     "data": "other batches",
     "batch": "other batches",
@@ -41,9 +53,10 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m zero_mpi compare",
         usage="python -m zero_mpi compare A.json B.json",
-        description="Compare two certificates that runs wrote with --certificate: of other schemes,\n"
-        "numbers of ranks or MPI libraries too, as far as they can be compared. Exit code 0\n"
-        "if all that could be is the same, 1 if they part, 2 if there is nothing to compare.",
+        description="Compare two certificates that runs wrote with --certificate: of other\n"
+        "schemes, numbers of ranks or MPI libraries too, as far as they can be compared.\n"
+        "Exit code 0 if all that could be is the same, 1 if they part, 2 if there is\n"
+        "nothing to compare.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("first", metavar="A.json")
@@ -56,6 +69,8 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
     code = 0
     with comm.together():
         args = parser().parse_args(argv)
+    comm.agree(**{"A.json": args.first, "B.json": args.second})
+    with comm.together():
         if comm.rank == 0:
             first, second = read(args.first), read(args.second)
             found = compare(first, second)

@@ -5,6 +5,7 @@ Not for: what a batch is used for. Both give global batches: a sequence of one (
 
 import hashlib
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -155,7 +156,9 @@ def load_npz(path: str | os.PathLike, n_in: int, n_out: int) -> tuple[Batch, str
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise _Bad(f"{name}: expected an .npz file with arrays x and y, got one bare array")
-            with archive:
+            with archive, warnings.catch_warnings():
+                # That Python 2 wrote the file is of no use to know, from every rank.
+                warnings.simplefilter("ignore")
                 arrays = {key: _read(archive, key, name) for key in ("x", "y")}
     except _Bad:
         raise
@@ -191,7 +194,7 @@ def _read(archive: np.lib.npyio.NpzFile, key: str, name: str) -> np.ndarray:
     try:
         array = archive[key]
     except ValueError as error:
-        if "allow_pickle" not in str(error):
+        if "Object arrays" not in str(error):
             raise
         raise _Bad(f"{name}: {key}: expected numbers, got Python objects, which are never loaded") from None
     if not isinstance(array, np.ndarray):
@@ -212,7 +215,7 @@ def _checked(array: np.ndarray, key: str, columns: int, end: str, name: str) -> 
         rows = np.ascontiguousarray(array, np.float32)
     bad = np.flatnonzero(~np.isfinite(rows).all(axis=1))
     if bad.size:
-        raise ValueError(
-            f"{name}: {key}: expected finite float32 numbers, got NaN or infinity in row {bad[0]}"
-        )
+        beyond = np.isfinite(array[bad[0]]).all()
+        got = "a number beyond float32's range" if beyond else "NaN or infinity"
+        raise ValueError(f"{name}: {key}: expected finite float32 numbers, got {got} in row {bad[0]}")
     return rows

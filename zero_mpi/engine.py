@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .schemes.base import Scheme
 
 
+# What a rank says in place of its rows: that it has no batch left, or how many micro-batches it got instead.
+_NONE_LEFT, _WRONG_NUMBER = -1, -2
+
+
 class NotFinite(FloatingPointError):
     """A loss or a gradient that is no finite number, which all ranks know of and raise alike.
 
@@ -107,12 +111,22 @@ def _weighted(scheme: "Scheme", micro_batches: Sequence[Batch | None]) -> tuple[
     """
     comm, count = scheme.comm, scheme.training.accumulate
     given = [batch for batch in micro_batches if batch is not None]
-    if len(micro_batches) != (len(given) or 1) or len(given) not in (0, count):
-        raise ValueError(f"step: expected {count} micro-batches, or a single None, got {len(micro_batches)}")
-    batches = [checked(batch) for batch in given]
-    rows = comm.allgather_array(np.array([len(y) for _, y in batches] or [-1] * count, np.int64))
-    if rows.min() < 0:
-        rank = int(np.argmin(rows.min(axis=1)))
+    batches: list[Batch] = []
+    if len(given) == len(micro_batches) == count:
+        batches = [checked(batch) for batch in given]
+        mine = [len(y) for _, y in batches]
+    elif len(micro_batches) == 1 and not given:
+        mine = [_NONE_LEFT] * count
+    else:
+        mine = [_WRONG_NUMBER - len(given)] * count
+    rows = comm.allgather_array(np.array(mine, np.int64))
+    rank, fewest = int(np.argmin(rows.min(axis=1))), int(rows.min())
+    if fewest <= _WRONG_NUMBER:
+        raise SharedMistake(
+            f"step: expected {count} micro-batches, or a single None, got {_WRONG_NUMBER - fewest} "
+            f"on rank {rank}"
+        )
+    if fewest == _NONE_LEFT:
         raise OutOfBatches(
             f"batches: expected as many on every rank, but rank {rank} has none left for step "
             f"{scheme.steps_begun}: training ends here"
@@ -120,7 +134,7 @@ def _weighted(scheme: "Scheme", micro_batches: Sequence[Batch | None]) -> tuple[
     total = int(rows.sum())
     if total == 0:
         raise SharedMistake(f"batches: expected rows on some rank, got none in step {scheme.steps_begun}")
-    return batches, [comm.size * count * int(mine) / total for mine in rows[comm.rank]]
+    return batches, [comm.size * count * int(n) / total for n in rows[comm.rank]]
 
 
 class _Outcome(NamedTuple):
@@ -145,7 +159,8 @@ def _agreed(scheme: "Scheme", loss: float) -> _Outcome:
     where = f"in step {scheme.steps_begun} of {scheme.name}"
     overflow = _overflow_words(rows[:, 1], len(scheme.units))
     for rank, (value, _, _) in enumerate(rows):
-        if not np.isfinite(value) and not (overflow and job.loss_scale):
+        # A lower scale may cure a gradient; a fixed one stays, and a loss is taken before it is scaled.
+        if not np.isfinite(value) and not (overflow and job.loss_scale and job.loss_scale.dynamic):
             raise NotFinite(f"loss: expected a finite number, got {value} on rank {rank} {where}")
     if overflow and not scheme.scale.overflowed():
         hint = ""

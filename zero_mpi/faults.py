@@ -52,9 +52,9 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m zero_mpi faults",
         usage="mpiexec -n N python -m zero_mpi faults [options]",
-        description="Make known mistakes on purpose, on a small model, under every scheme they apply to,\n"
-        "and print which check saw each and what it took for the cause. At least 2 ranks;\n"
-        "from 3 on all can be seen.",
+        description="Make known mistakes on purpose, on a small model, under every scheme they\n"
+        "apply to, and print which check saw each and what it took for the cause. At least\n"
+        "2 ranks; from 3 on all can be seen.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("--only", metavar="NAME,...", help="these faults [all]")
@@ -75,7 +75,7 @@ def chosen(names: str | None) -> list[Fault]:
     for name in names.split(","):
         if name not in FAULTS:
             raise ValueError(f"--only: expected faults out of {', '.join(FAULTS)}, got {name!r}")
-    return [FAULTS[name] for name in names.split(",")]
+    return [FAULTS[name] for name in dict.fromkeys(names.split(","))]
 
 
 def settings_of(fault: Fault, key: str, **options: Any) -> Settings:
@@ -161,7 +161,9 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
         faults = chosen(args.only)
         if comm.size < 2 and not args.list:
             raise ValueError("faults: expected at least 2 ranks, got 1: alone, most make no difference")
-    comm.agree(only=args.only)
+        if args.list and args.json is not None:
+            raise ValueError("--json: expected faults to make, got --list, which makes none")
+    comm.agree(**{f"--{name}": value for name, value in vars(args).items()})
     if args.list:
         if comm.rank == 0:
             report.say([line for f in faults for line in report.wrapped(f"  {f.name:<23} ", f.what)])

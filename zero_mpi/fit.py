@@ -22,7 +22,8 @@ def batch_bytes(dims: Sequence[int], rows: int, drawn_for: int) -> int:
 
     Parameters
     ----------
-    dims : widths of an MLP. drawn_for : ranks whose rows each rank draws; 0 where rows come from a file.
+    dims : widths of an MLP. drawn_for : batches that each rank draws, one for each rank and micro-batch; 0
+        where rows come from a file.
     """
     return 4 * rows * (sum(dims) + drawn_for * (dims[0] + dims[-1]))
 

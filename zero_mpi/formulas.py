@@ -327,12 +327,12 @@ def traffic_units(claim: Claim, work: Workload) -> Fraction:
 
 
 def traffic_units_text(claim: Claim, work: Workload) -> str:
-    """Return the closed form of `traffic_units`, such as "2(N-1)/N"."""
+    """Return the closed form of `traffic_units`, such as "2(N-1)/N"; "> 2(N-1)/N" where none is so short."""
     vectors = sum(sum(collectives(claim, work, u)) * numel for u, numel in enumerate(work.units))
     times = Fraction(vectors, work.n_params)
     text = ("" if times == 1 else _number(times)) + "(N-1)/N"
     ring = Fraction(vectors * (work.size - 1), work.size * work.n_params)
-    return text if traffic_units(claim, work) == ring else f"{text} and the odd blocks"
+    return text if traffic_units(claim, work) == ring else f"> {text}"
 
 
 def control_sent(work: Workload) -> tuple[int, int]:
@@ -349,4 +349,5 @@ def _blocks_but(numel: int, size: int, kept: int) -> list[int]:
 
 
 def _number(value: Fraction) -> str:
-    return f"{value.numerator}" if value.denominator == 1 else f"{float(value):.4g}"
+    # As many digits as the four printed beside it need.
+    return f"{value.numerator}" if value.denominator == 1 else f"{float(value):.5f}".rstrip("0")

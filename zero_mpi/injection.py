@@ -36,7 +36,7 @@ class Fault(NamedTuple):
     check : the check that must fail; or "set-up", "non-finite" or "order", an error that must come.
     cause : the class that it must be given; "" where no number parts.
     needs : options of a run without which it does nothing, such as accumulate=2.
-    least_ranks : from how many ranks on it is a mistake at all.
+    least_ranks, least_steps, least_units : from how many on it is a mistake at all.
     scheme : changes a scheme object that was just built. model, data : return what a rank gets instead.
     """
 
@@ -47,6 +47,8 @@ class Fault(NamedTuple):
     cause: str
     needs: dict[str, Any]
     least_ranks: int = 2
+    least_steps: int = 1
+    least_units: int = 1
     scheme: Callable[[Any], None] | None = None
     model: Callable[[Model, int], Model] | None = None
     data: Callable[[Data, int], Data] | None = None
@@ -55,16 +57,20 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {}
 
 
-def check_makes_a_difference(fault: Fault, schemes: Sequence[str], size: int, **options: Any) -> None:
+def check_makes_a_difference(
+    fault: Fault, schemes: Sequence[str], ranks: int, steps: int, units: int, **options: Any
+) -> None:
     """Raise ValueError if `fault` would do nothing in a run. Local.
 
     Parameters
     ----------
-    schemes : keys of those that run, on `size` ranks. options : of the run, as a Fault's `needs` names them.
+    schemes : keys of those that run. options : of the run, as a Fault's `needs` names them.
     """
     name = f"--inject {fault.name}"
-    if size < fault.least_ranks:
-        raise ValueError(f"{name}: expected at least {fault.least_ranks} ranks, got {size}")
+    for what, got in (("ranks", ranks), ("steps", steps), ("units", units)):
+        least = getattr(fault, f"least_{what}")
+        if got < least:
+            raise ValueError(f"{name}: expected at least {least} {what}, got {got}")
     if not set(schemes) & set(fault.schemes):
         raise ValueError(f"{name}: expected --scheme {' or '.join(fault.schemes)}, got {', '.join(schemes)}")
     for option, value in fault.needs.items():
@@ -81,6 +87,8 @@ def fault(
     schemes: tuple[str, ...] = ALL,
     on: str = "scheme",
     least_ranks: int = 2,
+    least_steps: int = 1,
+    least_units: int = 1,
     **needs: Any,
 ) -> Callable[[Callable], Callable]:
     """Enter a function as the fault called `name`; its docstring says what it is. on : what it changes."""
@@ -88,7 +96,9 @@ def fault(
     def enter(function: Callable) -> Callable:
         what = (function.__doc__ or "").strip().rstrip(".")
         changed: dict[str, Any] = {on: function}
-        FAULTS[name] = Fault(name, what, schemes, check, cause, needs, least_ranks, **changed)
+        FAULTS[name] = Fault(
+            name, what, schemes, check, cause, needs, least_ranks, least_steps, least_units, **changed
+        )
         return function
 
     return enter
@@ -130,7 +140,7 @@ def _averaged_by(scheme: Scheme, change: Callable[[np.ndarray], None]) -> None:
 # Gradients.
 
 
-@fault("drop-reduction", "learning", "missing contribution")
+@fault("drop-reduction", "learning", "missing contribution", least_units=2)
 def drop_reduction(scheme: Any) -> None:
     """Unit 1 is not reduced: each rank keeps its own gradient."""
     reducer = scheme.reducer
@@ -236,7 +246,7 @@ def count_a_rank_twice(scheme: Any) -> None:
     _reduced_by(scheme, double)
 
 
-@fault("stale-gradient", "learning", "stale")
+@fault("stale-gradient", "learning", "stale", least_steps=LATE)
 def stale_gradient(scheme: Any) -> None:
     """From step 3 on unit 0 is updated with the gradient of the step before."""
     kept: list[np.ndarray] = []
@@ -302,7 +312,7 @@ def off_by_one(scheme: Any) -> None:
 # Updates.
 
 
-@fault("skip-all-gather", "learning", "stale", schemes=("zero1", "zero2"))
+@fault("skip-all-gather", "learning", "stale", schemes=("zero1", "zero2"), least_steps=LATE)
 def skip_all_gather(scheme: Any) -> None:
     """From step 3 on unit 0 is not gathered after its update."""
 
@@ -337,7 +347,7 @@ def neighbours_gradient(scheme: Any) -> None:
     _instead(scheme, "step_optimizer", make)
 
 
-@fault("one-step-behind", "learning", "stale")
+@fault("one-step-behind", "learning", "stale", least_steps=LATE)
 def one_step_behind(scheme: Any) -> None:
     """From step 3 on rank 1 leaves out its update."""
 
@@ -430,7 +440,7 @@ def half_in_16_bits(scheme: Any) -> None:
     _instead(comm, "sendrecv", make)
 
 
-@fault("unit-order", "order")
+@fault("unit-order", "order", least_units=2)
 def unit_order(scheme: Any) -> None:
     """Rank 1 hands its units to reduction in the opposite order."""
     if scheme.comm.rank != CULPRIT:
@@ -495,7 +505,7 @@ class _OtherWeights:
         return self._model.init(seed + 1)
 
 
-@fault("nan", "non-finite", "non-finite")
+@fault("nan", "non-finite", "non-finite", least_steps=LATE, least_units=2)
 def nan(scheme: Any) -> None:
     """Rank 1's gradient of unit 1 has a NaN in step 3."""
 

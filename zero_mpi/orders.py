@@ -60,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m zero_mpi orders",
         usage="mpiexec -n N python -m zero_mpi orders [options]",
-        description="Train the same model, in float32 on the same batches, under each order of summation,\n"
-        "on 2 ranks and on all; print how far gradients and weights are from the ring's and\n"
-        "from a sum in float64, and what each order sends.",
+        description="Train the same model, in float32 on the same batches, under each order of\n"
+        "summation, on 2 ranks and on all; print how far gradients and weights are from the\n"
+        "ring's and from a sum in float64, and what each order sends.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     p.add_argument("--dims", type=widths, default=(64, 128, 128, 64), help="of the MLP [64,128,128,64]")

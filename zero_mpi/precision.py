@@ -69,11 +69,14 @@ class Precision:
         """
         if name not in PRECISIONS:
             raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {name}")
-        if grads not in (None, PRECISIONS[name], "float32"):
+        own = PRECISIONS[name]
+        if grads not in (None, own, "float32"):
+            expected = own if own == "float32" else f"{own} or float32"
             raise ValueError(
-                f"grad dtype: expected {PRECISIONS[name]}, the parameters' own, or float32, got {grads}"
+                f"grad dtype: expected {expected} with precision {name}, got {grads}; "
+                "precision mixed has float16 gradients, bf16 has bfloat16"
             )
-        return cls(name, PRECISIONS[name], grads or PRECISIONS[name], reduce, gather)
+        return cls(name, own, grads or own, reduce, gather)
 
     def __post_init__(self) -> None:
         for name in (self.params, self.grads, self.reduce, self.gather):

@@ -327,7 +327,7 @@ class Reference:
         if t <= schedule.warmup:
             return t / schedule.warmup
         if schedule.kind == "cosine" and schedule.updates is not None:
-            done = (t - schedule.warmup) / (schedule.updates - schedule.warmup)
+            done = (t - 1 - schedule.warmup) / (schedule.updates - schedule.warmup)
             return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
         return 1.0
 

@@ -5,6 +5,7 @@ Not for: measuring or judging; every number here comes from run.py's result.
 
 import errno
 import json
+import math
 import os
 import stat
 import sys
@@ -27,20 +28,18 @@ APART_FROM_RING = (
     "From the same run in the ring's order (block b summed over ranks b+1, b+2, ..., b) the weights differ "
     "by up to {apart}: {why}."
 )
+AS_THE_RING = (
+    "The same run in the ring's order (block b summed over ranks b+1, b+2, ..., b) gives the same weights, "
+    "though {why}: two ranks' sums have one order, and sums of 16-bit gradients in float32 are almost always "
+    "exact in any (--precision fp32 shows the difference)."
+)
 
+LIBRARY_FOOTER = "Not counted: bytes in the MPI library's own collectives; it keeps them to itself."
 FOOTER = (
     "The checks compare integers, rank by rank. Ranks differ by a few elements where N does not divide a "
     "unit: blocks are uneven, never padded. Counted: every byte a step hands to MPI; control is what ranks "
     "agree on. Not counted: what MPI adds to a message, and what the checks themselves gather between steps."
 )
-
-# What a verdict says: it holds, it fails, or it cannot be judged.
-_HEADS = {True: "holds", False: "FAILS", None: "n/a  "}
-
-# Where the columns of a table are many.
-_SHORT = {"data parallel": "DP"}
-
-_BANDS = ("params", "grads", "optimizer")
 
 # What a verdict says: it holds, it fails, or it cannot be judged.
 _HEADS = {True: "holds", False: "FAILS", None: "n/a  "}
@@ -87,8 +86,14 @@ def header(
 ) -> list[str]:
     """Return the lines that say what runs, with every default, and where."""
     s, e = settings, environment
-    hosts = counted(e["hosts"], "host") + (f" with {e['ranks_per_host']} ranks" if e["hosts"] > 1 else "")
+    hosts = counted(e["hosts"], "host")
+    if e["hosts"] > 1:
+        each = e["ranks_per_host"]
+        hosts += f" with {each} ranks" if "," in each else f", {each.replace('each', 'ranks each')}"
+    checks = ["schemes against each other"] * s["check"] + ["replay on rank 0"] * s["reference"]
+    checks += ["bytes against formulas"] + ["audit of memory"] * s["audit_memory"]
     said = {
+        "schemes": ", ".join(s["schemes"]),
         "model": f"{s['model']}: {s['n_params']:,} parameters in {counted(s['units'], 'unit')}, "
         f"seed {s['init_seed']}",
         "data": s["data"],
@@ -96,8 +101,11 @@ def header(
         "precision": f"{s['precision']}: {s['params_dtype']} parameters, {s['grads_dtype']} gradients, "
         "float32 optimizer",
         "on wire": f"{s['reduce_dtype']} gradients, {s['gather_dtype']} parameters; {s['reduction']}",
+        "checks": ", ".join(checks),
         "machine": f"{hosts}; {e['mpi']}; numpy {e['numpy']}; {e['blas']}, {e['blas_threads']}",
     }
+    if s["inject"]:
+        said["fault"] = f"{s['inject']}, made on purpose"
     lines = [f"zero_mpi {e['zero_mpi']} on {counted(e['ranks'], 'rank')}"]
     if sweep:
         said = {"sweep": f"on {', '.join(map(str, sweep))} of them", **said}
@@ -126,12 +134,7 @@ def learning(result: dict[str, Any]) -> list[str]:
     lines += _by_step("loss", schemes[0]["losses"])
     if any(norm is not None for norm in schemes[0]["grad_norms"]):
         lines += _by_step("norm", schemes[0]["grad_norms"])
-    skips: dict[str, list[str]] = {}
-    for row in schemes:
-        if row["skipped_steps"]:
-            skips.setdefault("\n".join(skipped(row, steps)), []).append(row["name"])
-    for text, names in skips.items():
-        lines += [*wrapped("  ", f"{', '.join(names)} skipped, on all ranks alike:"), text, ""]
+    lines += _skips(evidence)
     same: dict[str, list[str]] = {}
     for row in schemes:
         if row["parting"] is not None:
@@ -141,19 +144,36 @@ def learning(result: dict[str, Any]) -> list[str]:
         lines += [*wrapped("  ", f"{', '.join(names)} first {verb} from the reference:"), text, ""]
     compared = [row for row in schemes if row["max_abs_difference"] is not None]
     order = evidence["order"]
-    if order and len(compared) > 1 and all(row["max_abs_difference"] == 0 for row in compared):
+    alike = all(row["max_abs_difference"] == 0 and row["same_as_first"] for row in compared)
+    if order and len(compared) > 1 and alike:
         replay = evidence["reference"]
         text = ORDER_OF_SUMMATION.format(order=order)
         if replay is None:
             lines += [*wrapped("  ", f"{text} {NOT_REPLAYED}"), ""]
         elif all(row["identical_steps"] == steps for row in replay.values()):
             lines += [*wrapped("  ", f"{text} {REPLAYED}"), ""]
-    apart = evidence["max_abs_difference_from_ring"]
-    if apart is not None:
-        why = (
-            f"{evidence['reducer']} adds in the order {order}" if order else "the library's order is its own"
-        )
-        lines += [*wrapped("  ", APART_FROM_RING.format(apart=difference(apart), why=why)), ""]
+    if evidence["max_abs_difference_from_ring"] is not None:
+        lines += [*wrapped("  ", from_ring(evidence)), ""]
+    return lines
+
+
+def from_ring(evidence: dict[str, Any]) -> str:
+    """Return by how much another order of summation changed the weights, and why."""
+    apart, order = evidence["max_abs_difference_from_ring"], evidence["order"]
+    why = f"{evidence['reducer']} adds in the order {order}" if order else "the library's order is its own"
+    text = AS_THE_RING if apart == 0 else APART_FROM_RING
+    return text.format(apart=difference(apart), why=why)
+
+
+def _skips(evidence: dict[str, Any], where: str = "") -> list[str]:
+    """Return which schemes skipped which steps, those that did alike together."""
+    alike: dict[str, list[str]] = {}
+    for row in evidence["schemes"].values():
+        if row["skipped_steps"]:
+            alike.setdefault("\n".join(skipped(row, evidence["steps"])), []).append(row["name"])
+    lines: list[str] = []
+    for text, names in alike.items():
+        lines += [*wrapped("  ", f"{where}{', '.join(names)} skipped, on all ranks alike:"), text, ""]
     return lines
 
 
@@ -205,7 +225,7 @@ def memory(result: dict[str, Any]) -> list[str]:
                 f"= {row['formula'].replace(' ', '')}",
             ],
         )
-    lines = ["Memory per rank, bytes: the three bands, from arrays that exist", *table(_left_last(rows)), ""]
+    lines = ["Memory per rank, bytes: the three bands, from arrays that exist", *_with_formulas(rows), ""]
     peaks = [["", *(row["name"] for row in schemes)]]
     by_rank = [[rank["transient_peak_by_kind_bytes"] for rank in row["ranks"]] for row in schemes]
     for kind in sorted({kind for ranks in by_rank for rank in ranks for kind in rank}):
@@ -237,6 +257,9 @@ def traffic(result: dict[str, Any]) -> list[str]:
             "Traffic per rank and step: calls of the MPI library, bytes of control",
             *table(rows),
             "",
+            *_without_update(result),
+            *wrapped("  ", LIBRARY_FOOTER),
+            "",
         ]
     sent = [["scheme", "reduce-scatter", "all-gather", "total", "messages", "control"]]
     units = [["scheme", "reduce-scatter", "all-gather", "total", "formula", ""]]
@@ -251,7 +274,8 @@ def traffic(result: dict[str, Any]) -> list[str]:
         across += min_max(row["name"], [[rank[key] for rank in row["ranks"]] for key in places], [])
         mean = row["mean_units"]
         values = [mean["reduce-scatter"], mean["all-gather"], sum(mean.values()), row["formula_units"]]
-        units.append([row["name"], *(f"{value:.4f}" for value in values), f"= {row['formula']}"])
+        formula = row["formula"] if row["formula"].startswith(">") else f"= {row['formula']}"
+        units.append([row["name"], *(f"{value:.4f}" for value in values), formula])
     lines = [
         "Traffic per rank and step, bytes sent (messages: their number; control: bytes)",
         *table(sent),
@@ -262,11 +286,21 @@ def traffic(result: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "Traffic in units of n_params x bytes of the wire dtype, mean over ranks",
-        *table(_left_last(units)),
+        *_with_formulas(units),
         "",
+        *_without_update(result),
         *wrapped("  ", FOOTER),
         "",
     ]
+
+
+def _without_update(result: dict[str, Any], where: str = "") -> list[str]:
+    """Return what is to be said of schemes that skipped every step: they send less than they would."""
+    names = [row["name"] for row in result["traffic"].values() if not row["updated"]]
+    if not names:
+        return []
+    text = f"{where}{', '.join(names)} skipped every step: without an update no new parameters are gathered."
+    return [*wrapped("  ", text), ""]
 
 
 def audit(result: dict[str, Any]) -> list[str]:
@@ -304,7 +338,9 @@ def sweep(results: dict[int, dict[str, Any]]) -> list[str]:
             columns.append([name, *(f"{measured(row):.4f}" for row in column)])
             if i == len(texts) - 1 or texts[i] != texts[i + 1]:
                 # Some orders of summation send more where N is no power of two: no one formula is true then.
-                title = texts[i][0].replace(" ", "") if len(set(texts[i])) == 1 else "formula"
+                title = texts[i][0].replace(" ", "")
+                if len(set(texts[i])) > 1 or len(title) > 9:
+                    title = "formula"
                 columns.append([title, *(f"{row[formula]:.4f}" for row in column)])
         return table(list(zip(*columns, strict=True)), left=0)
 
@@ -317,18 +353,55 @@ def sweep(results: dict[int, dict[str, Any]]) -> list[str]:
         *rows("traffic", lambda row: sum(row["mean_units"].values()), "formula_units"),
         "",
     ]
-    counted_bytes = all(row["counted"] for row in first["traffic"].values())
+    footer = FOOTER
+    if not all(row["counted"] for row in first["traffic"].values()):
+        footer = LIBRARY_FOOTER
+        calls = [["N", *names.values()]]
+        for n, result in results.items():
+            most = [max(rank["library_calls"] for rank in result["traffic"][key]["ranks"]) for key in names]
+            calls.append([str(n), *map(str, most)])
+        traffic = ["Traffic per rank and step: calls of the MPI library", *table(calls, left=0), ""]
+    said: list[str] = []
+    for n, result in results.items():
+        where = f"N = {n}: "
+        said += [*_skips(result["learning"], where), *_without_update(result, where)]
     return [
-        *(traffic if counted_bytes else []),
+        *traffic,
+        *_across_hosts(results, names),
         "Memory per rank, bytes per parameter, measured (mean over ranks) and formula",
         *rows("memory", lambda row: row["mean_bytes_per_param"], "formula_bytes_per_param"),
         "",
         "Final loss: another N sees other batches and so learns something else",
         *table(losses, left=0),
         "",
-        *wrapped("  ", FOOTER),
+        *_apart_from_ring(results),
+        *said,
+        *wrapped("  ", footer),
         "",
     ]
+
+
+def _across_hosts(results: dict[int, dict[str, Any]], names: dict[str, str]) -> list[str]:
+    """Return the table of what leaves a host, over the numbers of ranks; nothing where nothing does."""
+    rows = [["N", *names.values()]]
+    for n, result in results.items():
+        ranks = [result["traffic"][key]["ranks"] for key in names]
+        rows.append([str(n), *(_peak([rank["sent_across_hosts_bytes"] for rank in each]) for each in ranks)])
+    if all(cell == "0" for row in rows[1:] for cell in row[1:]):
+        return []
+    return ["Traffic per rank and step that leaves its host, bytes: the rank with most", *table(rows, left=0), ""]
+
+
+def _apart_from_ring(results: dict[int, dict[str, Any]]) -> list[str]:
+    """Return the table of how far another order of summation is from the ring's, and why; nothing for it."""
+    evidence = [result["learning"] for result in results.values()]
+    apart = [row["max_abs_difference_from_ring"] for row in evidence]
+    if None in apart:
+        return []
+    rows = [["N", "max |θ-θ_ring|"], *([str(n), difference(d)] for n, d in zip(results, apart, strict=True))]
+    why = f"adds in the order {evidence[0]['order']}" if evidence[0]["order"] else "has an order of its own"
+    head = f"Beside the same run in the ring's order, b+1, b+2, ..., b: {evidence[0]['reducer']} {why}"
+    return [*wrapped("", head), *table(rows, left=0), ""]
 
 
 def verdicts(results: dict[int, dict[str, Any]]) -> list[str]:
@@ -408,12 +481,15 @@ class JsonFile:
             raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from None
 
     def write(self, result: dict[str, Any]) -> str:
-        """Write `result` and put it in place; return what went wrong, or an empty string."""
+        """Write `result` and put it in place; return what went wrong, or an empty string.
+
+        A number that is not finite becomes null.
+        """
         part = ""
         try:
             part = self._begin()
             with open(part, "w", encoding="utf-8") as file:
-                json.dump(result, file, indent=1, allow_nan=False)
+                json.dump(_finite(result), file, indent=1, allow_nan=False)
                 file.write("\n")
             os.chmod(part, self._mode)
             os.replace(part, self.path)
@@ -437,6 +513,17 @@ class JsonFile:
         # Gone where it was put in place.
         with suppress(OSError):
             os.remove(part)
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` as JSON can hold it: null for a number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 def say(lines: Sequence[str]) -> str:
@@ -507,9 +594,13 @@ def _peak(ranks: Sequence[int]) -> str:
     return str(max(ranks))
 
 
-def _left_last(rows: list[list[str]]) -> list[list[str]]:
+def _with_formulas(rows: list[list[str]]) -> list[str]:
+    """Return the table of rows that end with a formula, each to the left; below it where it would not fit."""
     width = max(len(row[-1]) for row in rows)
-    return [[*row[:-1], row[-1].ljust(width)] for row in rows]
+    lines = table([[*row[:-1], row[-1].ljust(width)] for row in rows])
+    if max(map(len, lines)) <= WIDTH:
+        return lines
+    return [*table([row[:-1] for row in rows]), *(f"  {row[0]}: {row[-1]}" for row in rows[1:] if row[-1])]
 
 
 def wrapped(head: str, text: str) -> list[str]:

@@ -116,7 +116,9 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
             raise failure
     learning = lockstep.learning()
     memory = {s.key: _memory(s, lockstep.memory_faults.get(s.key, "")) for s in trained}
-    traffic = {s.key: _traffic(s, lockstep.traffic_faults.get(s.key, ""), hosts) for s in trained}
+    traffic = {
+        s.key: _traffic(s, *lockstep.sent[s.key], lockstep.traffic_faults.get(s.key, "")) for s in trained
+    }
     verdicts = _learning_verdicts(learning, settings) if settings.check else []
     verdicts.append(_fault_verdict("memory", "bytes held", memory))
     verdicts.append(_traffic_verdict(settings, traffic))
@@ -216,11 +218,15 @@ class _Lockstep:
         self.norms: dict[str, list[float | None]] = {s.key: [] for s in trained}
         self.skipped: dict[str, list[tuple[int, str]]] = {s.key: [] for s in trained}
         self.partings: dict[str, dict[int, float]] = {s.key: {} for s in trained}
+        # Beside data parallel, whoever the partner is: the weights' distance, and whether all was the same.
         self.from_first: dict[str, float] = {s.key: 0.0 for s in trained}
+        self.as_first: dict[str, bool] = {s.key: True for s in trained}
         self.from_ring = 0.0
         self.replica_steps: dict[str, list[int]] = {s.key: [] for s in trained}
         self.memory_faults: dict[str, str] = {}
         self.traffic_faults: dict[str, str] = {}
+        # What each sent in the last step that it did not skip, and whether there was one.
+        self.sent: dict[str, tuple[dict[str, Any], bool]] = {}
         self.steps = 0
         # The first parting of each scheme that has one, on rank 0; None if the reference cannot tell.
         self.found: dict[str, parting.Parting | None] = {}
@@ -231,16 +237,18 @@ class _Lockstep:
             self.certify()
         # What each is compared with: the first of its family.
         self.partners: dict[str, Scheme] = {}
-        self.ring: Scheme | None = None
+        self.rings: dict[str, Scheme] = {}
         self.references: dict[str, Reference | None] = {}
         self.reference_partings: dict[str, dict[int, float]] = {}
         if not settings.check:
             return
         for scheme in trained:
-            self.partners[scheme.key] = next(s for s in trained if _family(s) == _family(scheme))
+            mine = family(type(scheme), settings.training)
+            self.partners[scheme.key] = next(s for s in trained if family(type(s), settings.training) == mine)
         if settings.reducer is not Ring:
             # The same training in the ring's order, to say how much another order changes.
-            self.ring = settings.build(type(trained[0]), comm, Ring)
+            for scheme in dict.fromkeys(self.partners.values()):
+                self.rings[scheme.key] = settings.build(type(scheme), comm, Ring)
         if settings.reference and settings.reducer.name in ORDERS:
             for scheme in dict.fromkeys(self.partners.values()):
                 self.reference_partings[scheme.key] = {}
@@ -248,8 +256,8 @@ class _Lockstep:
 
     @property
     def schemes(self) -> list[Scheme]:
-        """All that is trained, the ring beside another reducer too."""
-        return [*self.trained, *([self.ring] if self.ring else [])]
+        """All that is trained, the rings beside another reducer too."""
+        return [*self.trained, *self.rings.values()]
 
     def _reference(self, scheme: Scheme) -> Reference:
         s = self.settings
@@ -277,12 +285,12 @@ class _Lockstep:
             if scheme.skipped:
                 self.skipped[scheme.key].append((self.steps, scheme.skipped))
             claim = SCHEMES[type(scheme)]
+            sent = checks.traffic_evidence(scheme, claim, self.hosts)
+            if not scheme.skipped or not self.sent.get(scheme.key, (None, False))[1]:
+                self.sent[scheme.key] = sent, not scheme.skipped
             for faults, fault in (
                 (self.memory_faults, checks.memory_fault(checks.memory_evidence(scheme, claim))),
-                (
-                    self.traffic_faults,
-                    checks.traffic_fault(checks.traffic_evidence(scheme, claim, self.hosts)),
-                ),
+                (self.traffic_faults, checks.traffic_fault(sent)),
             ):
                 if fault and scheme.key not in faults:
                     faults[scheme.key] = f"step {self.steps}: {fault}"
@@ -293,13 +301,17 @@ class _Lockstep:
                 self.partings[scheme.key][self.steps] = max(parting.owned, parting.replica)
             if not checks.replicas_agree(scheme):
                 self.replica_steps[scheme.key].append(self.steps)
+            if partner is not self.trained[0]:
+                self.as_first[scheme.key] &= checks.compare(scheme, self.trained[0]).identical
             if partner is not self.trained[0] or not parting.identical:
                 apart = checks.difference_of_weights(scheme, self.trained[0])
                 self.from_first[scheme.key] = max(self.from_first[scheme.key], apart)
-        if self.ring is not None:
-            self.ring.step(*mine)
-            apart = checks.difference_of_weights(self.trained[0], self.ring)
-            self.from_ring = max(self.from_ring, apart)
+        for key, ring in self.rings.items():
+            ring.step(*mine)
+            for scheme in self.trained:
+                if self.partners[scheme.key].key == key:
+                    apart = checks.difference_of_weights(scheme, ring)
+                    self.from_ring = max(self.from_ring, apart)
         for key in self.references:
             self._replay(key, batches)
         if self.partners:
@@ -366,6 +378,7 @@ class _Lockstep:
             {
                 "partings": {key: list(found.items()) for key, found in self.partings.items()},
                 "from_first": self.from_first,
+                "as_first": self.as_first,
                 "from_ring": self.from_ring,
                 "reference": {key: list(found.items()) for key, found in self.reference_partings.items()},
                 "found": {key: found._asdict() for key, found in self.found.items() if found is not None},
@@ -378,7 +391,9 @@ class _Lockstep:
             for row in rows:
                 for step, difference in row["partings"][key]:
                     found[step] = max(found.get(step, 0.0), difference)
-            summary = _parting_summary(found, self.steps, bool(self.partners))
+            # A scheme that nobody shares its order with can only be seen to part from itself.
+            alone = scheme is not self.trained[0] and list(self.partners.values()).count(scheme) == 1
+            summary = _parting_summary(found, self.steps, bool(self.partners) and (not alone or bool(found)))
             if self.partners:
                 # Against data parallel, whatever the partner is.
                 largest = max([*found.values(), *(row["from_first"][key] for row in rows)])
@@ -386,6 +401,7 @@ class _Lockstep:
             schemes[key] = {
                 "name": scheme.name,
                 "compared_with": self.partners[key].key if self.partners else None,
+                "same_as_first": all(row["as_first"][key] for row in rows) if self.partners else None,
                 "reduce_every": scheme.reduce_every,
                 "losses": [loss if math.isfinite(loss) else None for loss in self.losses[key]],
                 "final_loss": self.losses[key][-1] if math.isfinite(self.losses[key][-1]) else None,
@@ -407,15 +423,15 @@ class _Lockstep:
             "order": self.settings.reducer.order,
             "schemes": schemes,
             "max_abs_difference_from_ring": (
-                _finite_or_words(max(row["from_ring"] for row in rows)) if self.ring is not None else None
+                _finite_or_words(max(row["from_ring"] for row in rows)) if self.rings else None
             ),
             "reference": replays or None,
         }
 
 
-def _family(scheme: Scheme) -> str:
+def family(S: type[Scheme], training: Training) -> str:
     """Return what schemes have in common that add the same numbers in the same order."""
-    return "step" if scheme.training.accumulate == 1 else scheme.reduce_every
+    return "step" if training.accumulate == 1 else training.reduce_every or S.reduce_every
 
 
 def _same(a: float, b: float) -> bool:
@@ -442,32 +458,16 @@ def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Ver
     for row in schemes.values():
         families.setdefault(row["compared_with"], []).append(row)
     parted = [
-        f"{row['name']} parts from {schemes[row['compared_with']]['name']} in step "
-        f"{row['first_difference_step']}"
-        for row in schemes.values()
-        if row["identical_steps"] != steps
+        _parting_words(key, schemes)
+        for key, row in schemes.items()
+        if row["identical_steps"] not in (steps, None)
     ]
     each = "the step" if steps == 1 else f"each of {steps} steps"
     same = f"{len(schemes)} schemes hold the same bits after {each}, on every rank"
     if len(schemes) == 1:
         same = f"all ranks hold the same bits after {each}"
-    elif len(families) > 1:
-        names = [" and ".join(row["name"] for row in rows) for rows in families.values()]
-        apart = max(
-            row["max_abs_difference"]
-            for row in schemes.values()
-            if not isinstance(row["max_abs_difference"], str)
-        )
-        skipped = {tuple(step for step, _ in row["skipped_steps"]) for row in schemes.values()}
-        if apart:
-            why = "by rounding: one adds up"
-            if len(skipped) > 1:
-                why = "since one skipped steps that the other did not. One adds up"
-            same = (
-                f"the same bits after {each}, on every rank, among {'; among '.join(names)}. Apart by up to "
-                f"{apart:.3g}, {why} micro-batches, then ranks; the other ranks, then micro-batches "
-                "(--reduce-every makes them one)"
-            )
+    elif not all(row["same_as_first"] for row in schemes.values()):
+        same = _families_words(learning, each, list(families.values()))
     if settings.reducer.order:
         verdicts = [Verdict("learning", not parted, "; ".join(parted) or same)]
     else:
@@ -478,6 +478,36 @@ def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Ver
     if settings.reference:
         verdicts.append(_reference_verdict(learning, settings))
     return verdicts
+
+
+def _parting_words(key: str, schemes: dict[str, dict[str, Any]]) -> str:
+    row = schemes[key]
+    partner, step = row["compared_with"], row["first_difference_step"]
+    if partner == key:
+        return f"{row['name']}: ranks hold other copies of the parameters in step {step}"
+    return f"{row['name']} parts from {schemes[partner]['name']} in step {step}"
+
+
+def _families_words(learning: dict[str, Any], each: str, families: Sequence[Sequence[dict[str, Any]]]) -> str:
+    """Return how far families of schemes are apart, and why: by rounding only where replays have shown it."""
+    rows = [row for family in families for row in family]
+    names = [" and ".join(row["name"] for row in family) for family in families]
+    apart = max(
+        row["max_abs_difference"] or 0.0 for row in rows if not isinstance(row["max_abs_difference"], str)
+    )
+    replays = learning["reference"] or {}
+    replayed = replays and all(replay["identical_steps"] == learning["steps"] for replay in replays.values())
+    distance = f"Weights are apart by up to {apart:.3g}" if apart else "Gradients are apart, no weight is yet"
+    if len({tuple(step for step, _ in row["skipped_steps"]) for row in rows}) > 1:
+        why = ", since one skipped steps that the other did not. One adds up"
+    elif replayed:
+        why = ", by rounding: one adds up"
+    else:
+        why = "; right schemes are, by rounding: one adds up"
+    return (
+        f"the same bits after {each}, on every rank, among {'; among '.join(names)}. {distance}{why} "
+        "micro-batches, then ranks; the other ranks, then micro-batches (--reduce-every makes them one)"
+    )
 
 
 def _reference_verdict(learning: dict[str, Any], settings: Settings) -> Verdict:
@@ -512,9 +542,9 @@ def _memory(scheme: Scheme, fault: str) -> dict[str, Any]:
     }
 
 
-def _traffic(scheme: Scheme, fault: str, hosts: Sequence[str]) -> dict[str, Any]:
-    claim, work = SCHEMES[type(scheme)], checks.promised(scheme)
-    evidence = checks.traffic_evidence(scheme, claim, hosts)
+def _traffic(scheme: Scheme, evidence: dict[str, Any], updated: bool, fault: str) -> dict[str, Any]:
+    """Return what all ranks sent in one step; `updated` is whether that step was not skipped. Collective."""
+    claim, work = SCHEMES[type(scheme)], checks.promised(scheme)._replace(updated=updated)
     rows = scheme.comm.allgather_object({**evidence, "fault": fault})
     sent = sum(sum(row["sent_bytes"].values()) for row in rows)
     expected = formulas.sent_bytes_all_ranks(claim, work)
@@ -525,6 +555,7 @@ def _traffic(scheme: Scheme, fault: str, hosts: Sequence[str]) -> dict[str, Any]
     return {
         "name": scheme.name,
         "counted": counted,
+        "updated": updated,
         "formula": formulas.traffic_units_text(claim, work),
         "formula_units": float(formulas.traffic_units(claim, work)),
         "mean_units": {

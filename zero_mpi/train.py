@@ -14,6 +14,7 @@ from . import __version__, certificate, report
 from .arguments import (
     Parser,
     fraction,
+    limit,
     loss_scale,
     positive_float,
     positive_int,
@@ -31,7 +32,7 @@ from .model import MLP
 from .optim import SGD, Adam, Optimizer
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
 from .reducers import REDUCERS
-from .run import Settings, run_on
+from .run import Settings, family, run_on
 from .schemes import DP, SCHEMES, Scheme
 from .training import Schedule, Training
 
@@ -90,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--momentum", type=fraction)
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
     p.add_argument("--warmup", type=seed_int, default=0)
-    p.add_argument("--clip-norm", type=positive_float)
+    p.add_argument("--clip-norm", type=limit)
     p.add_argument("--loss-scale", type=loss_scale)
     p.add_argument("--freeze", type=units, default=())
     p.add_argument("--seed", type=seed_int, default=7)
@@ -144,7 +145,17 @@ def _targets(comm: Communicator, args: argparse.Namespace) -> _Targets:
     with comm.together():
         for i, option in enumerate(("json", "certificate") if comm.rank == 0 else ()):
             path = getattr(args, option)
-            found[i] = report.JsonFile(path, f"--{option}") if path is not None else None
+            if path is None:
+                continue
+            found[i] = target = report.JsonFile(path, f"--{option}")
+            if args.data is not None and target.path == os.path.realpath(args.data):
+                raise ValueError(
+                    f"--{option} {path}: expected another file than that of --data, got the same"
+                )
+            if i and found[0] is not None and target.path == found[0].path:
+                raise ValueError(
+                    f"--{option} {path}: expected another file than that of --json, got the same"
+                )
     return _Targets(*found)
 
 
@@ -154,7 +165,7 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
     said = plans[max(plans)].said
     wrong: list[str] = []
     if comm.rank == 0 and not args.quiet:
-        wrong.append(report.say(report.header(said, environment, args.sweep)))
+        wrong.append(report.say(report.header(_said_of_all(plans), environment, args.sweep)))
     results: dict[int, dict[str, Any]] = {}
     evidence: dict[str, Any] = {}
     failure = ""
@@ -189,7 +200,10 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
             document = certificate.document(chains, {**said, **environment})
             wrong.append(targets.certificate.write(document))
         if not failure:
-            wrong.append(report.say(report.result_lines(results, args.quiet)))
+            lines = report.result_lines(results, args.quiet)
+            if args.inject and holds:
+                lines += ["", f"  No check that ran has seen the fault {args.inject}."]
+            wrong.append(report.say(lines))
         else:
             # Tables of some of the schemes or sizes would look like the whole.
             lines = report.losses_so_far(evidence["losses"])
@@ -199,6 +213,20 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
         if report.complain_of(wrong):
             code = code or 2
     return int(comm.allgather_scalar(code, np.int64)[0])
+
+
+def _said_of_all(plans: dict[int, "_Plan"]) -> dict[str, Any]:
+    """Return the settings for the header: of a sweep, what differs between sizes for each of them."""
+    said = dict(plans[max(plans)].said)
+    if len({(plan.said["dealt"], plan.said["steps"]) for plan in plans.values()}) == 1:
+        return {**said, "data": ", ".join(filter(None, (said["data"], said["dealt"])))}
+    each = (f"N = {n}: {plan.said['dealt']}" for n, plan in plans.items())
+    steps = ", ".join(str(plan.said["steps"]) for plan in plans.values())
+    training = [
+        said["training"][0].replace(f"{said['steps']} step", f"{steps} step", 1),
+        *said["training"][1:],
+    ]
+    return {**said, "data": "; ".join([said["data"], *each]), "training": training}
 
 
 class _Plan(NamedTuple):
@@ -219,23 +247,40 @@ def _plans(args: argparse.Namespace, size: int) -> dict[int, _Plan]:
 
 def _refuse_what_cannot_fit(args: argparse.Namespace, plan: "_Plan", hosts: list[str], rank: int) -> None:
     """Raise ValueError if a run on the ranks of `hosts` surely needs more memory than they have. Local."""
+    # A file has its rows already, and no batch is larger than all of them.
+    data = plan.settings.data
+    drawn, rows = len(hosts) * args.accumulate, args.batch
+    if isinstance(data, FileRows):
+        drawn, rows = 0, min(rows, len(data.x))
     refuse_what_cannot_fit(
         plan.settings,
         _schemes(args),
         hosts,
         rank,
-        batch_bytes(args.dims, args.batch, len(hosts) if args.data is None else 0),
+        batch_bytes(args.dims, rows, drawn),
         physical_bytes(),
         "smaller --dims or --batch, more hosts, one --scheme, or --no-reference",
     )
 
 
 def _schemes(args: argparse.Namespace) -> list[type[Scheme]]:
-    chosen = [S for S in SCHEMES if args.scheme in ("all", S.key)]
-    # "Identical" needs a partner.
-    if DP not in chosen and not args.no_check:
+    chosen = [S for S in SCHEMES if S.key in _asked(args)]
+    if args.no_check:
+        return chosen
+    # "Identical" needs a partner: data parallel, and one that adds in the same order, where that does not.
+    if DP not in chosen:
         chosen.insert(0, DP)
-    return chosen
+    job = Training(accumulate=args.accumulate, reduce_every=args.reduce_every)
+    for S in [*chosen]:
+        alike = [other for other in SCHEMES if family(other, job) == family(S, job)]
+        if S is not DP and not any(other in chosen for other in alike if other is not S):
+            chosen.append(next(other for other in alike if other is not S))
+    return [S for S in SCHEMES if S in chosen]
+
+
+def _asked(args: argparse.Namespace) -> list[str]:
+    """Return the keys of the schemes that were asked for, without those that run beside a single one."""
+    return [S.key for S in SCHEMES if args.scheme in ("all", S.key)]
 
 
 def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> _Plan:
@@ -247,7 +292,7 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
     model = MLP(args.dims)
     precision = Precision.named(args.precision, args.reduce_dtype, args.gather_dtype, args.grad_dtype)
     optimizer = _optimizer(args)
-    data, text, steps = _data(args, size, rows)
+    data, text, dealt, steps = _data(args, size, rows)
     training = Training(
         accumulate=args.accumulate,
         reduce_every=args.reduce_every,
@@ -264,9 +309,13 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
             f"got {args.reduce_dtype}"
         )
     if args.inject:
-        keys = [S.key for S in _schemes(args)]
+        keys = _asked(args)
         needs = {name: getattr(args, name) for name in ("accumulate", "clip_norm", "audit_memory")}
-        check_makes_a_difference(FAULTS[args.inject], keys, size, **needs)
+        check_makes_a_difference(FAULTS[args.inject], keys, size, steps, len(model.units), **needs)
+        if args.no_check and FAULTS[args.inject].check in ("learning", "reference"):
+            raise ValueError(f"--inject {args.inject}: expected checks that can see it, got --no-check")
+    if args.audit_memory and steps < 2:
+        raise ValueError("--audit-memory: expected at least 2 steps, since it looks at the second, got 1")
     settings = Settings(
         model=model,
         data=data,
@@ -281,23 +330,36 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         audit_memory=args.audit_memory,
         certificate_every=(args.certificate_every or 1) if args.certificate is not None else None,
         fault=FAULTS[args.inject] if args.inject else None,
-        faulty=FAULTS[args.inject].schemes if args.inject else (),
+        faulty=tuple(key for key in _asked(args) if args.inject and key in FAULTS[args.inject].schemes),
     )
+    scale = training.loss_scale
     said = {
         "scheme": args.scheme,
+        "schemes": [S.name for S in _schemes(args)],
         "model": model.describe(),
         "n_params": model.n_params,
         "units": len(model.units),
         "unit_numels": model.units,
+        "dims": list(args.dims),
         "data": text,
+        "data_file": args.data,
+        "dealt": dealt,
+        "epochs": args.epochs,
+        "last_batch": args.last_batch,
         "steps": steps,
         "batch": args.batch,
         "training": _training_words(args, steps, optimizer, training),
+        "optimizer": args.optimizer,
         "lr": args.lr,
+        "momentum": getattr(optimizer, "momentum", None),
+        "weight_decay": optimizer.weight_decay,
         "accumulate": training.accumulate,
         "reduce_every": training.reduce_every or "as each scheme does",
         "clip_norm": training.clip_norm,
-        "loss_scale": "none" if training.loss_scale is None else training.loss_scale.describe(),
+        "loss_scale": scale and ("dynamic" if scale.dynamic else "fixed"),
+        "loss_scale_initial": scale and scale.initial,
+        "loss_scale_growth_every_steps": scale.growth_every if scale and scale.dynamic else None,
+        "loss_scale_floor": scale.floor if scale and scale.dynamic else None,
         "schedule": args.schedule,
         "warmup": args.warmup,
         "freeze": list(training.freeze),
@@ -312,6 +374,8 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         "inject": args.inject,
         "check": settings.check,
         "reference": settings.reference,
+        "audit_memory": settings.audit_memory,
+        "certificate_every_steps": settings.certificate_every,
     }
     return _Plan(settings, said)
 
@@ -337,23 +401,23 @@ def _training_words(
     words = [f"{report.counted(steps, 'step')}, {rows} a rank and step", optimizer.describe()]
     if training.accumulate > 1:
         words[0] = f"{report.counted(steps, 'step')} of {training.accumulate} micro-batches of {rows} a rank"
+    warmup = f"{report.counted(args.warmup, 'update')} of warm-up" if args.warmup else "no warm-up"
+    if training.accumulate > 1 or training.reduce_every:
         words.append(f"gradients reduced {_WHEN[training.reduce_every]}")
-    if args.schedule != "constant" or args.warmup:
-        words.append(f"{args.schedule} lr after {args.warmup} updates of warm-up")
-    if training.clip_norm is not None:
-        words.append(f"gradient clipped to norm {training.clip_norm:g}")
-    if training.loss_scale is not None:
-        words.append(f"loss scale {training.loss_scale.describe()}")
-    if training.freeze:
-        words.append(f"frozen units {', '.join(map(str, training.freeze))}")
-    return words
+    words += [
+        f"{args.schedule} lr, {warmup}",
+        "no clipping" if training.clip_norm is None else f"gradient clipped to norm {training.clip_norm:g}",
+        "no loss scale" if training.loss_scale is None else f"loss scale {training.loss_scale.describe()}",
+    ]
+    frozen = ", ".join(map(str, training.freeze))
+    return [*words, f"frozen units {frozen}" if frozen else "no frozen units"]
 
 
 _WHEN = {None: "as each scheme does", "step": "once a step", "micro-batch": "every micro-batch"}
 
 
-def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> tuple[Data, str, int]:
-    """Return where batches come from, the words for it, and the most steps to take. Local."""
+def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -> tuple[Data, str, str, int]:
+    """Return where batches come from, words for it and for how it is dealt, and the steps to take. Local."""
     if rows is None:
         if args.epochs is not None:
             raise ValueError("--epochs: expected --data FILE beside it; without, use --steps")
@@ -361,7 +425,7 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         if args.last_batch != "drop":
             raise ValueError("--last-batch: expected --data FILE beside it; the random stream has no end")
         stream = SeedStream(args.seed, args.batch, args.dims[0], args.dims[-1], args.accumulate)
-        return stream, f"random normal, seed {args.seed}", steps
+        return stream, f"random normal, seed {args.seed}", "", steps
     (x, y), note = rows
     epochs = args.epochs or 1
     data = FileRows(
@@ -378,19 +442,20 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         micro = f" x {args.accumulate}" if args.accumulate > 1 else ""
         raise ValueError(
             f"{args.data}: expected at least {data.global_rows(size)} rows, a global batch of "
-            f"{size}{micro} x {args.batch}, got {len(x)}"
+            f"{size}{micro} x {args.batch}, got {len(x)}; --last-batch keep trains on fewer"
         )
     steps = per_epoch * epochs if args.steps is None else min(args.steps, per_epoch * epochs)
-    text = f"{os.path.basename(args.data)}: {report.counted(len(x), 'row')}, "
-    text += f"{report.counted(per_epoch, 'step')} an epoch, "
-    text += f"shuffled by seed {args.seed}"
+    text = f"{os.path.basename(args.data)}: {report.counted(len(x), 'row')}, shuffled by seed {args.seed}"
+    if note:
+        text += f", converted: {note}"
+    dealt = f"{report.counted(per_epoch, 'step')} an epoch, {report.counted(epochs, 'epoch')}"
+    if args.steps is not None and args.steps > steps:
+        dealt += f", which end before --steps {args.steps}"
     if left:
         rows_left = "the last row" if left == 1 else f"the last {left} rows"
         fate = f"{'is' if left == 1 else 'are'} {'kept' if data.keep_last else 'dropped'}"
-        text += f"; {rows_left} of an epoch, an incomplete global batch, {fate}"
-    if note:
-        text += f"; converted: {note}"
-    return data, text, steps
+        dealt += f", {rows_left} of an epoch, an incomplete global batch, {fate}"
+    return data, text, dealt, steps
 
 
 def _environment(comm: Communicator) -> dict[str, Any]:

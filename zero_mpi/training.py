@@ -36,7 +36,10 @@ class LossScale:
         """Return the words for it in a report."""
         if not self.dynamic:
             return f"{self.initial:g}, fixed"
-        return f"dynamic from {self.initial:g}, doubles after {self.growth_every} good steps"
+        return (
+            f"dynamic from {self.initial:g}, doubles after {self.growth_every} good steps, "
+            f"not below {self.floor:g}"
+        )
 
 
 class ScaleState:
@@ -73,7 +76,8 @@ class Schedule:
 
     Parameters
     ----------
-    kind : "constant", or "cosine": half a cosine from 1 down to 0 after the warm-up.
+    kind : "constant", or "cosine": half a cosine, 1 at the first update after the warm-up, and 0 where one
+        more than the last would be (as PyTorch's CosineAnnealingLR).
     warmup : updates over which the factor rises linearly to 1. updates : all of them, for "cosine".
     """
 
@@ -97,7 +101,7 @@ class Schedule:
             return update / self.warmup
         if self.kind == "constant" or self.updates is None:
             return 1.0
-        done = (update - self.warmup) / (self.updates - self.warmup)
+        done = (update - 1 - self.warmup) / (self.updates - self.warmup)
         return 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
 
