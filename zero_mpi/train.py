@@ -197,7 +197,9 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
                 )
             )
         if targets.certificate is not None and chains is not None:
-            document = certificate.document(chains, {**said, **environment})
+            # Its chains say which schemes ran.
+            settings = {name: value for name, value in said.items() if name != "schemes"}
+            document = certificate.document(chains, {**settings, **environment})
             wrong.append(targets.certificate.write(document))
         if not failure:
             lines = report.result_lines(results, args.quiet)
