@@ -389,7 +389,11 @@ def _across_hosts(results: dict[int, dict[str, Any]], names: dict[str, str]) -> 
         rows.append([str(n), *(_peak([rank["sent_across_hosts_bytes"] for rank in each]) for each in ranks)])
     if all(cell == "0" for row in rows[1:] for cell in row[1:]):
         return []
-    return ["Traffic per rank and step that leaves its host, bytes: the rank with most", *table(rows, left=0), ""]
+    return [
+        "Traffic per rank and step that leaves its host, bytes: the rank with most",
+        *table(rows, left=0),
+        "",
+    ]
 
 
 def _apart_from_ring(results: dict[int, dict[str, Any]]) -> list[str]:
