@@ -148,7 +148,7 @@ WIDE = {
         "--batch",
         "1",
     ),
-    "fractions": ("--sweep", "1,2,3", "--accumulate", "3", "--freeze", "1", "--optimizer", "adamw"),
+    "fractions": ("--sweep", "1,2,3", "--accumulate", "3", "--freeze", "2", "--precision", "fp32"),
     "library": ("--reduction", "library", "--sweep", "1,3"),
     "naive": ("--reduction", "naive", "--sweep", "1,3"),
 }
