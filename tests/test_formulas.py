@@ -176,3 +176,8 @@ def test_all_ranks_together_send_the_closed_form(reducer, size, numel):
     assert sent == formulas._all_ranks(reducer, numel, size)
     if size in (1, 2, 4, 8, 16, 32) and reducer != "naive":
         assert sent == (size - 1) * numel
+
+
+def test_a_number_in_a_formula_has_no_bare_point_and_is_never_nothing():
+    said = [formulas._number(Fraction(*pair)) for pair in ((2, 1), (200000001, 10**8), (138, 13), (2, 10**6))]
+    assert said == ["2", "2", "10.61538", "2e-06"]

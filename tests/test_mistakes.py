@@ -152,6 +152,9 @@ ROWS = {
     "a fault in a unit that is not there": Row(
         ("--inject", "nan", "--dims", "5,3"), "--inject nan: expected at least 2 units, got 1"
     ),
+    "a fault in another order of summation": Row(
+        ("--inject", "nan", "--reduction", "naive"), "expected --reduction ring, got naive"
+    ),
     "a fault without checks": Row(
         ("--inject", "same-batch", "--no-check"), "expected checks that can see it, got --no-check"
     ),

@@ -12,6 +12,7 @@ from zero_mpi import checks, formulas, report
 from zero_mpi.comm import SharedMistake
 from zero_mpi.data import FileRows, SeedStream
 from zero_mpi.engine import NotFinite, OutOfBatches
+from zero_mpi.injection import FAULTS
 from zero_mpi.model import MLP
 from zero_mpi.optim import SGD, Adam
 from zero_mpi.precision import Precision
@@ -182,6 +183,12 @@ def test_families_of_equal_weights_and_other_gradients_are_not_called_the_same()
     assert "Why exactly zero" not in " ".join(report.learning(result))
 
 
+def test_a_scheme_that_parts_from_data_parallel_is_not_the_same():
+    fault = {"fault": FAULTS["divide-never"], "faulty": ("zero1",), "precision": Precision.named("fp32")}
+    result, verdict = learning_of(3, [DP, ZeRO1], optimizer=SGD(), **fault)
+    assert not verdict["holds"] and not result["learning"]["schemes"]["zero1"]["same_as_first"]
+
+
 def test_schemes_that_nobody_replayed_are_not_said_to_part_by_rounding():
     options = {
         "training": Training(3),
@@ -245,7 +252,9 @@ def test_a_scheme_that_skipped_every_step_is_said_to():
     result, _ = learning_of(3, training=training)
     assert not any(row["updated"] for row in result["traffic"].values())
     text = " ".join(" ".join(report.traffic(result)).split())
-    assert "data parallel, ZeRO-1, ZeRO-2, ZeRO-3 skipped every step: without an update" in text
+    # Data parallel gathers gradients, ZeRO-3 parameters before their use: both as ever.
+    assert "ZeRO-1, ZeRO-2 skipped every step: without an update" in text
+    assert "data parallel, ZeRO-1" not in text
     assert "N = 3: data parallel, ZeRO-1, ZeRO-2, ZeRO-3 skipped" in " ".join(
         report.sweep({3: result, 2: result})
     )

@@ -349,5 +349,6 @@ def _blocks_but(numel: int, size: int, kept: int) -> list[int]:
 
 
 def _number(value: Fraction) -> str:
-    # As many digits as the four printed beside it need.
-    return f"{value.numerator}" if value.denominator == 1 else f"{float(value):.5f}".rstrip("0")
+    # As many digits as the four decimals printed beside it need.
+    text = f"{float(value):.5f}".rstrip("0").rstrip(".")
+    return f"{float(value):.3g}" if text == "0" else text

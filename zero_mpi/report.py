@@ -30,8 +30,8 @@ APART_FROM_RING = (
 )
 AS_THE_RING = (
     "The same run in the ring's order (block b summed over ranks b+1, b+2, ..., b) gives the same weights, "
-    "though {why}: two ranks' sums have one order, and sums of 16-bit gradients in float32 are almost always "
-    "exact in any (--precision fp32 shows the difference)."
+    "though {why}. One or two ranks have no other order; from three on, sums of 16-bit gradients in float32 "
+    "are almost always exact in any; and a step that was skipped changes nothing."
 )
 
 LIBRARY_FOOTER = "Not counted: bytes in the MPI library's own collectives; it keeps them to itself."
@@ -89,9 +89,10 @@ def header(
     hosts = counted(e["hosts"], "host")
     if e["hosts"] > 1:
         each = e["ranks_per_host"]
-        hosts += f" with {each} ranks" if "," in each else f", {each.replace('each', 'ranks each')}"
-    checks = ["schemes against each other"] * s["check"] + ["replay on rank 0"] * s["reference"]
-    checks += ["bytes against formulas"] + ["audit of memory"] * s["audit_memory"]
+        hosts += f" with {each} ranks" if "," in each else f", {counted(int(each.split()[0]), 'rank')} each"
+    checks = [f"{'schemes' if len(s['schemes']) > 1 else 'ranks'} against each other"] * s["check"]
+    checks += ["replay on rank 0"] * s["reference"] + ["audit of memory"] * s["audit_memory"]
+    checks.append("memory against formulas" if s["reduction"] == "library" else "bytes against formulas")
     said = {
         "schemes": ", ".join(s["schemes"]),
         "model": f"{s['model']}: {s['n_params']:,} parameters in {counted(s['units'], 'unit')}, "
@@ -296,7 +297,7 @@ def traffic(result: dict[str, Any]) -> list[str]:
 
 def _without_update(result: dict[str, Any], where: str = "") -> list[str]:
     """Return what is to be said of schemes that skipped every step: they send less than they would."""
-    names = [row["name"] for row in result["traffic"].values() if not row["updated"]]
+    names = [row["name"] for row in result["traffic"].values() if row["skipped_all_gather"]]
     if not names:
         return []
     text = f"{where}{', '.join(names)} skipped every step: without an update no new parameters are gathered."

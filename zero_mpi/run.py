@@ -235,7 +235,7 @@ class _Lockstep:
         if settings.certificate_every is not None:
             self.chains = {s.key: Chain(s.model.units) for s in trained}
             self.certify()
-        # What each is compared with: the first of its family.
+        # What each is compared with: the first of its family, one without a fault if there is one.
         self.partners: dict[str, Scheme] = {}
         self.rings: dict[str, Scheme] = {}
         self.references: dict[str, Reference | None] = {}
@@ -244,7 +244,8 @@ class _Lockstep:
             return
         for scheme in trained:
             mine = family(type(scheme), settings.training)
-            self.partners[scheme.key] = next(s for s in trained if family(type(s), settings.training) == mine)
+            alike = [s for s in trained if family(type(s), settings.training) == mine]
+            self.partners[scheme.key] = next((s for s in alike if s.key not in settings.faulty), alike[0])
         if settings.reducer is not Ring:
             # The same training in the ring's order, to say how much another order changes.
             for scheme in dict.fromkeys(self.partners.values()):
@@ -301,8 +302,8 @@ class _Lockstep:
                 self.partings[scheme.key][self.steps] = max(parting.owned, parting.replica)
             if not checks.replicas_agree(scheme):
                 self.replica_steps[scheme.key].append(self.steps)
-            if partner is not self.trained[0]:
-                self.as_first[scheme.key] &= checks.compare(scheme, self.trained[0]).identical
+            first = parting if partner is self.trained[0] else checks.compare(scheme, self.trained[0])
+            self.as_first[scheme.key] &= first.identical
             if partner is not self.trained[0] or not parting.identical:
                 apart = checks.difference_of_weights(scheme, self.trained[0])
                 self.from_first[scheme.key] = max(self.from_first[scheme.key], apart)
@@ -556,6 +557,8 @@ def _traffic(scheme: Scheme, evidence: dict[str, Any], updated: bool, fault: str
         "name": scheme.name,
         "counted": counted,
         "updated": updated,
+        "skipped_all_gather": not updated
+        and formulas.traffic_units(claim, work._replace(updated=True)) != formulas.traffic_units(claim, work),
         "formula": formulas.traffic_units_text(claim, work),
         "formula_units": float(formulas.traffic_units(claim, work)),
         "mean_units": {

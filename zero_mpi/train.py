@@ -31,7 +31,7 @@ from .injection import FAULTS, check_makes_a_difference
 from .model import MLP
 from .optim import SGD, Adam, Optimizer
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
-from .reducers import REDUCERS
+from .reducers import REDUCERS, Ring
 from .run import Settings, family, run_on
 from .schemes import DP, SCHEMES, Scheme
 from .training import Schedule, Training
@@ -197,8 +197,8 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
                 )
             )
         if targets.certificate is not None and chains is not None:
-            # Its chains say which schemes ran.
-            settings = {name: value for name, value in said.items() if name != "schemes"}
+            # Its chains say which schemes ran, and "training" says once more what has a name of its own.
+            settings = {name: said[name] for name in said if name not in ("schemes", "training")}
             document = certificate.document(chains, {**settings, **environment})
             wrong.append(targets.certificate.write(document))
         if not failure:
@@ -225,7 +225,7 @@ def _said_of_all(plans: dict[int, "_Plan"]) -> dict[str, Any]:
     each = (f"N = {n}: {plan.said['dealt']}" for n, plan in plans.items())
     steps = ", ".join(str(plan.said["steps"]) for plan in plans.values())
     training = [
-        said["training"][0].replace(f"{said['steps']} step", f"{steps} step", 1),
+        said["training"][0].replace(report.counted(said["steps"], "step"), f"{steps} steps", 1),
         *said["training"][1:],
     ]
     return {**said, "data": "; ".join([said["data"], *each]), "training": training}
@@ -314,8 +314,10 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         keys = _asked(args)
         needs = {name: getattr(args, name) for name in ("accumulate", "clip_norm", "audit_memory")}
         check_makes_a_difference(FAULTS[args.inject], keys, size, steps, len(model.units), **needs)
-        if args.no_check and FAULTS[args.inject].check in ("learning", "reference"):
+        if args.no_check and FAULTS[args.inject].check == "reference":
             raise ValueError(f"--inject {args.inject}: expected checks that can see it, got --no-check")
+        if reducer is not Ring:
+            raise ValueError(f"--inject {args.inject}: expected --reduction ring, got {args.reduction}")
     if args.audit_memory and steps < 2:
         raise ValueError("--audit-memory: expected at least 2 steps, since it looks at the second, got 1")
     settings = Settings(
@@ -375,7 +377,7 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         "reduction": reducer.name,
         "inject": args.inject,
         "check": settings.check,
-        "reference": settings.reference,
+        "reference": settings.reference and bool(reducer.order),
         "audit_memory": settings.audit_memory,
         "certificate_every_steps": settings.certificate_every,
     }
