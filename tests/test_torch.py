@@ -24,7 +24,9 @@ from zero_mpi.transport import launched_size
 
 if launched_size() > 1:
     # An import of torch takes seconds and 200 MB a rank.
-    pytest.skip("one process is enough for an oracle: runs in plain pytest", allow_module_level=True)
+    pytest.skip(
+        "one process is enough for an oracle: runs in plain pytest, if installed", allow_module_level=True
+    )
 torch = pytest.importorskip("torch", reason="torch is not installed (pip install torch): no oracle")
 
 EPS = float(np.finfo(np.float32).eps)

@@ -30,20 +30,16 @@ class Parser(argparse.ArgumentParser):
 
 def positive_int(text: str) -> int:
     """Return a whole number of at least 1."""
-    return _whole(text, least=1)
+    return whole(text, least=1)
 
 
 def seed_int(text: str) -> int:
     """Return a whole number of at least 0."""
-    return _whole(text, least=0)
+    return whole(text, least=0)
 
 
-def repeats(text: str) -> int:
-    """Return a whole number from 1 to a million."""
-    return _whole(text, least=1, most=10**6)
-
-
-def _whole(text: str, least: int, most: int = 2**31 - 1) -> int:
+def whole(text: str, least: int, most: int = 2**31 - 1) -> int:
+    """Return a whole number from `least` to `most`."""
     # Plain digits: Python's int also takes 1_0, and digits of other scripts. Its length is limited, too.
     plain = text.isascii() and text.isdigit() and len(text) <= 10
     if not plain or not least <= int(text) <= most:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import report, ring
-from .arguments import Parser, byte_size, repeats
+from .arguments import Parser, byte_size, whole
 from .comm import LIBRARY_SUMS, MAX_LIBRARY_NUMEL, Communicator
-from .fit import physical_bytes
+from .fit import physical_bytes, refuse_more_than_fits
 from .layout import Blocks
 
 SCHEMA = "zero_mpi.bench/1"
@@ -336,6 +336,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--min-bytes", type=byte_size, default=2**12, metavar="B", help="smallest size [4K]")
     p.add_argument("--max-bytes", type=byte_size, default=2**26, metavar="B", help="largest size [64M]")
+    repeats = partial(whole, least=1, most=10**6)
     p.add_argument("--repeats", type=repeats, default=25, metavar="R", help="timings of each [25]")
     p.add_argument("--dtype", choices=LIBRARY_SUMS, default="float32", help="of the elements [float32]")
     p.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
@@ -366,12 +367,10 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
     with comm.together():
         args = parser().parse_args(argv)
         each = sizes(args, comm.size)
-        needed = hosts.count(hosts[comm.rank]) * WHOLE_VECTORS * max(each)
-        if comm.size > 1 and needed > physical_bytes():
-            raise ValueError(
-                f"--max-bytes: expected a size that fits into the {physical_bytes()} B of host "
-                f"{hosts[comm.rank]}, got one that needs at least {needed} B there"
-            )
+        if comm.size > 1:
+            host = hosts[comm.rank]
+            needed = hosts.count(host) * WHOLE_VECTORS * max(each)
+            refuse_more_than_fits("--max-bytes: expected a size", needed, host, physical_bytes())
     comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
     with comm.together():
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None

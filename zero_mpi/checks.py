@@ -270,6 +270,7 @@ def traffic_evidence(scheme: Scheme, claim: formulas.Claim, hosts: Sequence[str]
     )
     return {
         "counted": scheme.reducer.held_to is not None,
+        "updated": not scheme.skipped,
         "sent_bytes": sent,
         "formula_bytes": {**expected, "other": 0},
         "sent_messages": model.sent_messages,

@@ -19,7 +19,7 @@ import numpy as np
 
 from .layout import Blocks
 from .traffic import Traffic
-from .transport import MPITransport, Transport
+from .transport import MPITransport, Transport, is_of_mpi
 
 # Far below 2^31 - 1, the count at which some MPI libraries fail; every message is cut at this length.
 MAX_MESSAGE_BYTES = 2**30
@@ -393,8 +393,8 @@ class Communicator:
                 self.abort(error.code if isinstance(error.code, int) else 1)
             raise
         except BaseException as error:
-            if type(error).__module__.startswith("mpi4py"):
-                # Mostly a rank that is gone, of which its own line says why: the launcher ends this one, too.
+            if is_of_mpi(error):
+                # The rank that is gone has said why, and the launcher ends this one, too.
                 time.sleep(TERM_PAUSE_S)
             interrupted = isinstance(error, KeyboardInterrupt)
             what = "was ended by SIGINT" if interrupted else f"failed:\n{traceback.format_exc()}"

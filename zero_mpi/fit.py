@@ -69,9 +69,16 @@ def refuse_what_cannot_fit(
     here = sum(host == hosts[rank] for host in hosts)
     each, replay = least_bytes(settings, schemes, len(hosts), of_batch)
     needed = here * each + (replay if hosts[0] == hosts[rank] else 0)
+    ranks = "1 rank" if here == 1 else f"{here} ranks"
+    refuse_more_than_fits(
+        "memory: expected a run", needed, hosts[rank], have_bytes, f", for {ranks}; take {advice}"
+    )
+
+
+def refuse_more_than_fits(expected: str, needed: int, host: str, have_bytes: int, rest: str = "") -> None:
+    """Raise ValueError if `needed` bytes are more than `host` has; `expected` and `rest` frame the words."""
     if needed > have_bytes:
-        ranks = "1 rank" if here == 1 else f"{here} ranks"
         raise ValueError(
-            f"memory: expected a run that fits into the {have_bytes} B of host {hosts[rank]}, "
-            f"got one that needs at least {needed} B there, for {ranks}; take {advice}"
+            f"{expected} that fits into the {have_bytes} B of host {host}, "
+            f"got one that needs at least {needed} B there{rest}"
         )

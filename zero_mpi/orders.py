@@ -74,17 +74,17 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(comm: Communicator, args: argparse.Namespace) -> list[Row]:
     """Return a row for each reducer, the ring first, on all ranks of `comm`. Collective."""
-    model = MLP(args.dims)
-    precision = Precision.named("fp32")
-    data = SeedStream(7, args.batch, args.dims[0], args.dims[-1])
-    trained = [DP(model, comm, precision=precision, reducer=reducer) for reducer in REDUCERS.values()]
+    s = _settings(args, Ring)
+    trained = [s.build(DP, comm, reducer) for reducer in REDUCERS.values()]
     ring = trained[0]
-    reference = Reference(model, comm.size, precision, Adam(), 0) if comm.rank == 0 else None
+    reference = None
+    if comm.rank == 0:
+        reference = Reference(s.model, comm.size, s.precision, s.optimizer, s.init_seed)
     distances: list[dict[int, float]] = [{} for _ in trained]
     losses = [0.0] * len(trained)
     gradients: list[np.ndarray] = []
     exact = np.empty(0, np.float32)
-    for step, batches in enumerate(itertools.islice(data.global_batches(comm.size), args.steps), 1):
+    for step, batches in enumerate(itertools.islice(s.data.global_batches(comm.size), args.steps), 1):
         losses = [scheme.step(*batches[comm.rank]) for scheme in trained]
         if step == 1:
             gradients = [_gradient(scheme) for scheme in trained]

@@ -160,10 +160,15 @@ def learning(result: dict[str, Any]) -> list[str]:
 
 def from_ring(evidence: dict[str, Any]) -> str:
     """Return by how much another order of summation changed the weights, and why."""
-    apart, order = evidence["max_abs_difference_from_ring"], evidence["order"]
-    why = f"{evidence['reducer']} adds in the order {order}" if order else "the library's order is its own"
+    apart = evidence["max_abs_difference_from_ring"]
     text = AS_THE_RING if apart == 0 else APART_FROM_RING
-    return text.format(apart=difference(apart), why=why)
+    return text.format(apart=difference(apart), why=_other_order(evidence))
+
+
+def _other_order(evidence: dict[str, Any]) -> str:
+    if not evidence["order"]:
+        return "the library's order is its own"
+    return f"{evidence['reducer']} adds in the order {evidence['order']}"
 
 
 def _skips(evidence: dict[str, Any], where: str = "") -> list[str]:
@@ -404,8 +409,7 @@ def _apart_from_ring(results: dict[int, dict[str, Any]]) -> list[str]:
     if None in apart:
         return []
     rows = [["N", "max |θ-θ_ring|"], *([str(n), difference(d)] for n, d in zip(results, apart, strict=True))]
-    why = f"adds in the order {evidence[0]['order']}" if evidence[0]["order"] else "has an order of its own"
-    head = f"Beside the same run in the ring's order, b+1, b+2, ..., b: {evidence[0]['reducer']} {why}"
+    head = f"Beside the same run in the ring's order, b+1, b+2, ..., b: {_other_order(evidence[0])}"
     return [*wrapped("", head), *table(rows, left=0), ""]
 
 

@@ -117,7 +117,7 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     learning = lockstep.learning()
     memory = {s.key: _memory(s, lockstep.memory_faults.get(s.key, "")) for s in trained}
     traffic = {
-        s.key: _traffic(s, *lockstep.sent[s.key], lockstep.traffic_faults.get(s.key, "")) for s in trained
+        s.key: _traffic(s, lockstep.sent[s.key], lockstep.traffic_faults.get(s.key, "")) for s in trained
     }
     verdicts = _learning_verdicts(learning, settings) if settings.check else []
     verdicts.append(_fault_verdict("memory", "bytes held", memory))
@@ -225,8 +225,8 @@ class _Lockstep:
         self.replica_steps: dict[str, list[int]] = {s.key: [] for s in trained}
         self.memory_faults: dict[str, str] = {}
         self.traffic_faults: dict[str, str] = {}
-        # What each sent in the last step that it did not skip, and whether there was one.
-        self.sent: dict[str, tuple[dict[str, Any], bool]] = {}
+        # What each sent in the last step that it did not skip, or in the last if it skipped all.
+        self.sent: dict[str, dict[str, Any]] = {}
         self.steps = 0
         # The first parting of each scheme that has one, on rank 0; None if the reference cannot tell.
         self.found: dict[str, parting.Parting | None] = {}
@@ -287,8 +287,8 @@ class _Lockstep:
                 self.skipped[scheme.key].append((self.steps, scheme.skipped))
             claim = SCHEMES[type(scheme)]
             sent = checks.traffic_evidence(scheme, claim, self.hosts)
-            if not scheme.skipped or not self.sent.get(scheme.key, (None, False))[1]:
-                self.sent[scheme.key] = sent, not scheme.skipped
+            if sent["updated"] or not self.sent.get(scheme.key, sent)["updated"]:
+                self.sent[scheme.key] = sent
             for faults, fault in (
                 (self.memory_faults, checks.memory_fault(checks.memory_evidence(scheme, claim))),
                 (self.traffic_faults, checks.traffic_fault(sent)),
@@ -543,8 +543,9 @@ def _memory(scheme: Scheme, fault: str) -> dict[str, Any]:
     }
 
 
-def _traffic(scheme: Scheme, evidence: dict[str, Any], updated: bool, fault: str) -> dict[str, Any]:
-    """Return what all ranks sent in one step; `updated` is whether that step was not skipped. Collective."""
+def _traffic(scheme: Scheme, evidence: dict[str, Any], fault: str) -> dict[str, Any]:
+    """Return what all ranks sent in the step that `evidence` is of. Collective."""
+    updated = evidence["updated"]
     claim, work = SCHEMES[type(scheme)], checks.promised(scheme)._replace(updated=updated)
     rows = scheme.comm.allgather_object({**evidence, "fault": fault})
     sent = sum(sum(row["sent_bytes"].values()) for row in rows)

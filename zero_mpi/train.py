@@ -165,7 +165,7 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
     said = plans[max(plans)].said
     wrong: list[str] = []
     if comm.rank == 0 and not args.quiet:
-        wrong.append(report.say(report.header(_said_of_all(plans), environment, args.sweep)))
+        wrong.append(report.say(report.header(_said_of_all(args, plans), environment, args.sweep)))
     results: dict[int, dict[str, Any]] = {}
     evidence: dict[str, Any] = {}
     failure = ""
@@ -217,17 +217,14 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
     return int(comm.allgather_scalar(code, np.int64)[0])
 
 
-def _said_of_all(plans: dict[int, "_Plan"]) -> dict[str, Any]:
+def _said_of_all(args: argparse.Namespace, plans: dict[int, "_Plan"]) -> dict[str, Any]:
     """Return the settings for the header: of a sweep, what differs between sizes for each of them."""
     said = dict(plans[max(plans)].said)
     if len({(plan.said["dealt"], plan.said["steps"]) for plan in plans.values()}) == 1:
         return {**said, "data": ", ".join(filter(None, (said["data"], said["dealt"])))}
     each = (f"N = {n}: {plan.said['dealt']}" for n, plan in plans.items())
     steps = ", ".join(str(plan.said["steps"]) for plan in plans.values())
-    training = [
-        said["training"][0].replace(report.counted(said["steps"], "step"), f"{steps} steps", 1),
-        *said["training"][1:],
-    ]
+    training = _training_words(args, f"{steps} steps", plans[max(plans)].settings)
     return {**said, "data": "; ".join([said["data"], *each]), "training": training}
 
 
@@ -352,7 +349,7 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         "last_batch": args.last_batch,
         "steps": steps,
         "batch": args.batch,
-        "training": _training_words(args, steps, optimizer, training),
+        "training": _training_words(args, report.counted(steps, "step"), settings),
         "optimizer": args.optimizer,
         "lr": args.lr,
         "momentum": getattr(optimizer, "momentum", None),
@@ -397,14 +394,12 @@ def _optimizer(args: argparse.Namespace) -> Optimizer:
     return Adam(lr=args.lr)
 
 
-def _training_words(
-    args: argparse.Namespace, steps: int, optimizer: Optimizer, training: Training
-) -> list[str]:
-    """Return how a step is made, for the header of a run."""
-    rows = report.counted(args.batch, "row")
-    words = [f"{report.counted(steps, 'step')}, {rows} a rank and step", optimizer.describe()]
+def _training_words(args: argparse.Namespace, steps: str, settings: Settings) -> list[str]:
+    """Return how a step is made, for the header of a run. steps : how many, in words."""
+    training, rows = settings.training, report.counted(args.batch, "row")
+    words = [f"{steps}, {rows} a rank and step", settings.optimizer.describe()]
     if training.accumulate > 1:
-        words[0] = f"{report.counted(steps, 'step')} of {training.accumulate} micro-batches of {rows} a rank"
+        words[0] = f"{steps} of {training.accumulate} micro-batches of {rows} a rank"
     warmup = f"{report.counted(args.warmup, 'update')} of warm-up" if args.warmup else "no warm-up"
     if training.accumulate > 1 or training.reduce_every:
         words.append(f"gradients reduced {_WHEN[training.reduce_every]}")

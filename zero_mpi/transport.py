@@ -164,6 +164,11 @@ def launcher_mismatch(world_size: int, environ: Any = os.environ) -> str | None:
     return None
 
 
+def is_of_mpi(error: BaseException) -> bool:
+    """Return whether the MPI library raised `error`: mostly since another rank is gone."""
+    return type(error).__module__.startswith("mpi4py")
+
+
 class MPITransport:
     """The ranks of an MPI communicator, with messages of their own: on a duplicate of the one given.
 
@@ -326,9 +331,9 @@ class MPITransport:
 def _ranks_per_core_of(host: Any) -> float:
     """Return how many ranks of the MPI communicator `host` share a core of it; free it. Collective."""
     cores = set().union(*host.allgather(os.sched_getaffinity(0)))
-    ranks_per_core = host.Get_size() / len(cores)
+    ranks_per_core: float = host.Get_size() / len(cores)
     host.Free()
-    return float(ranks_per_core)
+    return ranks_per_core
 
 
 def _plain(array: np.ndarray) -> np.ndarray:
