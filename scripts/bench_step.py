@@ -41,12 +41,14 @@ RIVALS = {
     "zero3": ("ZeRO-3", "FSDP2, resharding", 0.5),
 }
 
-# What both sides run with. The last four are harmless elsewhere: without them Open MPI refuses root, and
-# more ranks than cores.
+# What both sides run with: one BLAS thread, and a C library that keeps what is freed, as our command line
+# does. The last four are harmless elsewhere: without them Open MPI refuses root, and more ranks than cores.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20),
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

@@ -1,6 +1,10 @@
 """The ledger counts what lives, and a view keeps its whole base alive."""
 
 import gc
+import os
+import platform
+import subprocess
+import sys
 import tracemalloc
 
 import numpy as np
@@ -89,3 +93,43 @@ def test_the_audit_finds_nothing_where_all_is_tracked():
     assert finding.peak_outside_bytes < 8192
     del kept
     gc.collect()
+
+
+# Two units of 16 MiB, made and freed in turn as in a step; prints the page faults of ten turns.
+FREED = """
+import resource, sys
+import numpy as np
+from zero_mpi.memory import Ledger, keep_freed_memory
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+ledger, dtype = Ledger(), np.dtype(np.float32)
+def turn():
+    for _ in range(2):
+        both = [ledger.empty(kind, 2**22 + 5, dtype) for kind in ("gathered unit", "unit gradient")]
+        for array in both:
+            array[...] = 1
+        del array, both
+turn()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    turn()
+print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults_of_ten_turns(what, **environ):
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    command = [sys.executable, "-c", FREED, what]
+    done = subprocess.run(command, env={**clean, **environ}, capture_output=True, text=True, check=True)
+    kept, faults = done.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what it will")
+def test_freed_memory_is_kept_where_asked_for_unless_the_environment_chose():
+    kept, faults = faults_of_ten_turns("keep")
+    assert kept == "True" and faults < 100
+    _, faults = faults_of_ten_turns("as it is", MALLOC_TRIM_THRESHOLD_="0")
+    assert faults > 100
+    for chosen in ({"MALLOC_TRIM_THRESHOLD_": "0"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=0"}):
+        kept, faults = faults_of_ten_turns("keep", **chosen)
+        assert kept == "False" and faults > 100

@@ -1,4 +1,4 @@
-"""Entry of `python -m zero_mpi`: settle the number of BLAS threads before numpy is loaded, then run.
+"""Entry of `python -m zero_mpi`: settle the BLAS threads, before numpy is loaded, and malloc; then run.
 
 Not for: arguments (cli.py).
 """
@@ -25,7 +25,9 @@ def main() -> int:
     if not any(name in os.environ for name in BLAS_THREADS):
         os.environ.update(dict.fromkeys(BLAS_THREADS, "1"))
     from .cli import main as run
+    from .memory import keep_freed_memory
 
+    keep_freed_memory()
     return run(sys.argv[1:])
 
 
