@@ -20,10 +20,11 @@ BANDS = ("params", "grads", "optimizer")
 # buffers that are aligned differently.
 ALIGNMENT_BYTES = 64
 
-# What glibc's mallopt is told: at how many free bytes the end of the heap is given back (as good as never), and
-# from how many on an array gets a mapping of its own (the most there is).
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-_MALLOPT = {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_THRESHOLD: 32 * 2**20}
+# What glibc's mallopt is told: from how many bytes on an array gets a mapping of its own (the most there is),
+# and at how many free ones the end of the heap is given back (as good as never). The second alone would be
+# worse than neither: glibc then no longer raises the first.
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
+_MALLOPT = {M_MMAP_THRESHOLD: 32 * 2**20, M_TRIM_THRESHOLD: 2**31 - 1}
 
 
 def keep_freed_memory() -> bool:
@@ -38,7 +39,7 @@ def keep_freed_memory() -> bool:
     if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all([mallopt(name, value) == 1 for name, value in _MALLOPT.items()])
+    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in _MALLOPT.items())
 
 
 def owner(array: np.ndarray) -> np.ndarray:
