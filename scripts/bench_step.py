@@ -201,7 +201,10 @@ class Bench:
             said = "".join(process.out.read_text() for process in processes)
         if not said:
             raise Mistake(f"{processes[0].name}: expected times, got nothing")
-        return json.loads(said)
+        try:
+            return json.loads(said)
+        except ValueError:
+            raise Mistake(f"{processes[0].name}: expected times, got {said.splitlines()[0][:60]!r}") from None
 
     def _wait(self, processes: list[Process], deadline: float) -> None:
         """Return when all have ended well; raise as soon as one has not, or the time is up."""
@@ -241,7 +244,7 @@ def measure(bench: Bench, size: int, dims: Dims, with_torch: bool) -> dict[str, 
 def head(size: int, rounds: int) -> list[str]:
     """Return the first lines of the table of one number of ranks."""
     return [
-        f"N = {size}: ms a step, float32, {ROWS} rows and one thread a rank, median of {rounds} rounds",
+        f"N = {size}: ms a step, float32, {ROWS} rows and one thread a rank, {_median_of(rounds)}",
         "",
         "parameters  scheme            ours  PyTorch  ratio  at most  PyTorch's fastest",
     ]
@@ -282,10 +285,14 @@ REST = ("sums", "copy", "fin.", "model", "mem.", "Python")
 PARTS = NEEDED + REST
 
 
+def _median_of(rounds: int) -> str:
+    return "one round" if rounds == 1 else f"median of {rounds} rounds"
+
+
 def profile_head(size: int, rounds: int) -> list[str]:
     """Return the first lines of the table of one number of ranks."""
     return [
-        f"N = {size}: % of our step on rank 0, float32, {ROWS} rows a rank, median of {rounds} rounds",
+        f"N = {size}: % of our step on rank 0, float32, {ROWS} rows a rank, {_median_of(rounds)}",
         "",
         "                   ms BLAS  MPI Adam  all | sums copy fin. model mem. Python",
     ]
@@ -329,8 +336,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _bench(args: argparse.Namespace) -> None:
     if args.json:
-        # Now, not after an hour.
-        Path(args.json).open("a").close()
+        # Now, not after an hour; and nothing is left where a run fails.
+        target = Path(args.json)
+        there = target.exists()
+        target.open("a").close()
+        if not there:
+            target.unlink()
     bench = Bench(args)
     with_torch = not args.no_torch and importlib.util.find_spec("torch") is not None
     if not with_torch and not args.profile:

@@ -26,16 +26,21 @@ tensors, and compares them: they show where two runs part, not why.
 
 import argparse
 import copy
+import io
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from zero_mpi.__main__ import take_one_blas_thread
+
+take_one_blas_thread()
+
 import numpy as np
 
 from zero_mpi import certificate, checks, compare, parting, report
-from zero_mpi.arguments import Parser, positive_float, positive_int, seed_int, widths
+from zero_mpi.arguments import Parser, positive_float, positive_int, whole_from_0, widths
 from zero_mpi.comm import Communicator, SharedMistake
 from zero_mpi.data import Batch, MicroBatches, SeedStream
 from zero_mpi.engine import NotFinite
@@ -68,8 +73,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=positive_int, default=8, help="rows of each rank's batch [8]")
     p.add_argument("--scheme", choices=keys, default="zero3", help="ours [zero3]; all have the same bits")
     p.add_argument("--lr", type=positive_float, default=0.01, help="learning rate [0.01]")
-    p.add_argument("--seed", type=seed_int, default=7, help="of the batches [7]")
-    p.add_argument("--init-seed", type=seed_int, default=0, help="of the initial weights [0]")
+    p.add_argument("--seed", type=whole_from_0, default=7, help="of the batches [7]")
+    p.add_argument("--init-seed", type=whole_from_0, default=0, help="of the initial weights [0]")
     p.add_argument("--json", metavar="FILE", help="write all numbers to FILE")
     p.add_argument("--certificate", nargs=2, metavar=("OURS", "THEIRS"), help="write digests of both runs")
     return p
@@ -204,7 +209,7 @@ class Comparison:
             "sums": side.Network(self.model, by_numpy=("products",)),
             "autograd": side.Network(self.model, by_numpy=("products", "sums")),
         }
-        self.own.load(self.split(self.reference.theta))
+        self.own.load(self.reference.split(self.reference.theta))
         self.optimizer = self.own.adam(self.adam)
         self.sources = {key: Source(label) for key, label in {**GRADIENT_SOURCES, **WEIGHT_SOURCES}.items()}
         self.steps: list[dict[str, Any]] = []
@@ -224,7 +229,7 @@ class Comparison:
         if (
             loss == expected
             and not apart(same[0], self._means).share
-            and not apart(same[1], self.split(reference.theta)).share
+            and not apart(same[1], self.reference.split(reference.theta)).share
         ):
             self.replayed += 1
         their_loss = self.own.backward(rows)
@@ -244,7 +249,7 @@ class Comparison:
     # Causes.
 
     def _explain(self, batches: Sequence[MicroBatches], rows: Batch) -> None:
-        means, before = self._means, self.split(self.reference.before[0])
+        means, before = self._means, self.reference.split(self.reference.before[0])
         for network in (self.net, self.exact, *self.mixed.values()):
             network.load(before)
         locals_ = self._locals(self.net, batches)
@@ -267,9 +272,9 @@ class Comparison:
             self._plant(rows, locals_, before)
 
     def _explain_update(self, gradient: Units) -> None:
-        reference, means, after = self.reference, self._means, self.split(self.reference.theta)
-        before, (m, v) = self.split(reference.before[0]), self._moments()
-        through = self.split(reference.updated(dict(enumerate(gradient)), 1.0))
+        reference, means, after = self.reference, self._means, self.reference.split(self.reference.theta)
+        before, (m, v) = self.reference.split(reference.before[0]), self._moments()
+        through = self.reference.split(reference.updated(dict(enumerate(gradient)), 1.0))
         found = apart(through, after)
         self.sources["through"].note(found, "the gradient's")
         u, place = found.at
@@ -290,18 +295,18 @@ class Comparison:
         for part in ("moments", "root", "folding"):
             self._weights(part, with_theirs(part), after, exact)
         self._weights("left", with_theirs("moments", "root", "folding"), theirs, exact)
-        v = self.split(reference.state["v"])
+        v = self.reference.split(reference.state["v"])
         roots = apart([self.side.root(unit) for unit in v], [np.sqrt(unit) for unit in v])
         self.root_share = max(self.root_share, roots.share)
 
     def _gradient(self, key: str, observed: Units, expected: Units, exact: Units) -> None:
-        kind, why = self._class(observed, self.split(self.reference.theta))
+        kind, why = self._class(observed, self.reference.split(self.reference.theta))
         near = max(_distance(units, exact) for units in (observed, self._means)) <= self.terms
         self.sources[key].note(apart(observed, expected), *_judged(kind, why, near))
 
     def _weights(self, key: str, observed: Units, expected: Units, exact: Units) -> None:
         kind, why = self._class(self._means, observed)
-        after = self.split(self.reference.theta)
+        after = self.reference.split(self.reference.theta)
         # A handful of operations, each half a unit in the last place.
         near = max(_distance(units, exact) for units in (observed, after)) <= 4
         self.sources[key].note(apart(observed, expected), *_judged(kind, why, near))
@@ -317,7 +322,7 @@ class Comparison:
 
     def _plant(self, rows: Batch, locals_: Sequence[Units], before: Units) -> None:
         """Make mistakes on PyTorch's side, and see what class they get."""
-        ours = self.split(self.reference.theta)
+        ours = self.reference.split(self.reference.theta)
         self.net.load(before)
         self.net.backward(rows, self.side.mean_over_rows)
         planted = [("loss: mean over rows only", self.net.grads())]
@@ -342,14 +347,10 @@ class Comparison:
     def _means(self) -> list[np.ndarray]:
         return [self.reference.means[u] for u in sorted(self.reference.means)]
 
-    def split(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Return all units of a flat vector, views."""
-        return np.split(flat, np.cumsum(self.model.units)[:-1])
-
     def _moments(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return Adam's m and v before this step's update."""
         state = self.reference.before[1]
-        return self.split(state["m"]), self.split(state["v"])
+        return self.reference.split(state["m"]), self.reference.split(state["v"])
 
     def _locals(self, network: Any, batches: Sequence[MicroBatches]) -> list[list[np.ndarray]]:
         """Return each rank's gradient."""
@@ -563,6 +564,9 @@ def main(argv: Sequence[str]) -> int:
         comm = Communicator()
     except MPIMissing as error:
         return _complain(error, 2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal without θ gets a question mark.
+        sys.stdout.reconfigure(errors="replace")
     with comm.ending_job_on_error():
         try:
             return run(comm, argv)
@@ -592,8 +596,11 @@ def run(comm: Communicator, argv: Sequence[str]) -> int:
                 if error.name != "torch":
                     raise
                 raise ValueError("expected PyTorch, which is not installed here: pip install torch") from None
-            files = [report.JsonFile(path, "--certificate") for path in args.certificate or ()]
-            files += [report.JsonFile(args.json)] if args.json else []
+            asked = [("--certificate", path) for path in args.certificate or ()]
+            asked += [("--json", args.json)] if args.json is not None else []
+            files = [report.JsonFile(path, option) for option, path in asked]
+            if len({file.path for file in files}) < len(files):
+                raise ValueError("--certificate and --json: expected different files, got one twice")
     model = MLP(args.dims)
     S = next(S for S in SCHEMES if S.key == args.scheme)
     scheme = S(model, comm, precision="fp32", optimizer=Adam(lr=args.lr), init_seed=args.init_seed)
@@ -613,17 +620,16 @@ def run(comm: Communicator, argv: Sequence[str]) -> int:
                 if chains is not None:
                     chains.append(found, seen, data, checks.data_digest(alone, [_together(batches)]))
     alone.free()
-    code = 0
+    code, wrong = 0, []
     with comm.root_works():
         if found is not None:
             documents = [*(chains.documents(args, found) if chains else []), document(args, found)]
             wrong = [file.write(said) for file, said in zip(files, documents, strict=False)]
-            wrong.append(report.say(lines(args, found) + (chains.lines(args) if chains else [])))
-            for name in found.unexplained:
-                report.say([f"NOT EXPLAINED: {name}"])
-            right = not found.unexplained and found.replayed == args.steps
-            code = 2 if report.complain_of(wrong) else 0 if right else 1
-    return int(comm.allgather_scalar(code, np.int64)[0])
+            written = chains is not None and not any(wrong)
+            wrong.append(report.say(lines(args, found) + (chains.lines(args) if chains and written else [])))
+            wrong += [report.say([f"NOT EXPLAINED: {name}"]) for name in found.unexplained]
+            code = 0 if not found.unexplained and found.replayed == args.steps else 1
+    return report.finish(comm, code, wrong)
 
 
 class Certificates:
@@ -631,7 +637,7 @@ class Certificates:
 
     def __init__(self, c: Comparison) -> None:
         self.ours, self.theirs = (certificate.Chain(c.model.units) for _ in range(2))
-        self.ours.append(0, params=c.split(c.reference.theta))
+        self.ours.append(0, params=c.reference.split(c.reference.theta))
         self.theirs.append(0, params=c.own.units())
 
     def append(self, c: Comparison, seen: Observed, our_data: int, their_data: int) -> None:

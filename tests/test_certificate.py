@@ -407,7 +407,7 @@ ERRORS = {
     "other model": "model: expected the same in both certificates, got a model and another",
     "other sizes": "unit_numels: expected the same in both certificates, got [4, 5] and [4, 6]",
     "more steps": "steps: expected the same in both certificates, got 3 and 5",
-    "other schema": "expected a certificate, zero_mpi.certificate/1, got JSON with the schema zero_mpi.run/2",
+    "other schema": "expected a certificate, zero_mpi.certificate/2, got JSON with the schema zero_mpi.run/2",
     "no chain": "got one that lacks something",
     "chains in a list": "got one that lacks something",
     "no settings": "got one that lacks something",

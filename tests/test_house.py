@@ -58,7 +58,17 @@ ALLOWED = {
         "schemes.zero3",
     },
     "reference": {"data", "memory", "model", "optim", "precision", "training"},
-    "checks": {"__init__", "comm", "data", "digest", "formulas", "precision", "schemes", "schemes.base"},
+    "checks": {
+        "__init__",
+        "comm",
+        "data",
+        "digest",
+        "formulas",
+        "optim",
+        "precision",
+        "schemes",
+        "schemes.base",
+    },
     "parting": {"comm", "precision", "reference", "schemes"},
     "run": {
         "__init__",
@@ -80,9 +90,9 @@ ALLOWED = {
         "schemes",
         "training",
     },
-    "report": set(),
+    "report": {"comm"},
     "bench": {"__init__", "arguments", "comm", "fit", "layout", "report", "ring"},
-    "fit": {"formulas", "precision", "run", "schemes"},
+    "fit": {"checks", "formulas", "run", "schemes"},
     "injection": {"data", "model", "precision", "schemes"},
     "arguments": {"training"},
     "train": {
@@ -136,7 +146,18 @@ ALLOWED = {
         "run",
         "schemes",
     },
-    "cli": {"__init__", "bench", "comm", "compare", "faults", "orders", "report", "train", "transport"},
+    "cli": {
+        "__init__",
+        "bench",
+        "comm",
+        "compare",
+        "engine",
+        "faults",
+        "orders",
+        "report",
+        "train",
+        "transport",
+    },
 }
 
 

@@ -42,8 +42,8 @@ class Case:
     def seen(self, **changes):
         r = self.reference
         stored = dtype_of(self.precision.params)
-        theta = r._split(r.theta)
-        states = {slot: r._split(array) for slot, array in r.state.items()}
+        theta = r.split(r.theta)
+        states = {slot: r.split(array) for slot, array in r.state.items()}
         right = parting.Observed(
             gradients={u: mean.copy() for u, mean in r.means.items()},
             theta=[unit.copy() for unit in theta],
@@ -551,17 +551,17 @@ def with_theta(case, theta, u=1):
 
 
 def test_parameters_that_were_not_updated_are_stale(case):
-    before = case.reference._split(case.reference.before[0])[1]
+    before = case.reference.split(case.reference.before[0])[1]
     found = with_theta(case, before)
     assert (found.phase, found.cause) == ("parameters", "stale")
-    other = case.reference._split(case.reference.theta)[1].copy()
+    other = case.reference.split(case.reference.theta)[1].copy()
     case.blocks(other)[1][...] = case.blocks(before)[1]
     found = with_theta(case, other)
     assert (found.phase, found.cause, found.rank) == ("parameters", "stale", 1)
 
 
 def test_parameters_half_way_or_stale_here_and_there_are_not_stale(case):
-    now, before = (case.reference._split(x)[1] for x in (case.reference.theta, case.reference.before[0]))
+    now, before = (case.reference.split(x)[1] for x in (case.reference.theta, case.reference.before[0]))
     assert with_theta(case, (now + before) / 2).cause == "unknown"
     other = now.copy()
     other[::2] = before[::2]
@@ -572,14 +572,14 @@ def test_parameters_half_way_or_stale_here_and_there_are_not_stale(case):
 def test_an_update_with_another_blocks_gradient_is_a_wrong_block(case, d):
     moved = displaced(case, case.reference.means[1], d)
     theta = case.reference.updated({**case.reference.means, 1: moved}, 1.0)
-    found = with_theta(case, case.reference._split(theta)[1])
+    found = with_theta(case, case.reference.split(theta)[1])
     assert (found.phase, found.cause) == ("parameters", "wrong block")
     assert f"an update of block 0 with block {d}" in found.why
 
 
 def test_an_update_with_a_gradient_of_no_block_is_unknown(case):
     theta = case.reference.updated({**case.reference.means, 1: case.reference.means[1][::-1]}, 1.0)
-    assert with_theta(case, case.reference._split(theta)[1]).cause == "unknown"
+    assert with_theta(case, case.reference.split(theta)[1]).cause == "unknown"
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -593,9 +593,9 @@ def test_an_update_scaled_by_ranks_norms_or_loss_scales_is_divisor_or_scale(size
     ):
         r = case.reference
         assert r.updated(r.means, right).tobytes() == r.theta.tobytes()
-        found = with_theta(case, r._split(r.updated(r.means, wrong))[0], 0)
+        found = with_theta(case, r.split(r.updated(r.means, wrong))[0], 0)
         assert found.cause == "divisor or scale" and words in found.why
-        found = with_theta(case, r._split(r.updated(r.means, 1.7 * right))[0], 0)
+        found = with_theta(case, r.split(r.updated(r.means, 1.7 * right))[0], 0)
         assert found.cause == "unknown"
 
 
@@ -604,8 +604,8 @@ def test_a_rank_that_clips_by_its_own_norm_is_divisor_or_scale(fp32):
     r = case.reference
     norms = [r.norm] * case.size
     norms[1] = r.norm / 2.7
-    theta = r._split(r.theta)[0].copy()
-    own = r._split(r.updated(r.means, 0.01 / norms[1]))[0]
+    theta = r.split(r.theta)[0].copy()
+    own = r.split(r.updated(r.means, 0.01 / norms[1]))[0]
     case.blocks(theta)[1][...] = case.blocks(own)[1]
     for said, cause in ((norms, "divisor or scale"), ([r.norm] * case.size, "unknown")):
         seen = case.seen(norms=said)
@@ -619,7 +619,7 @@ def test_a_rank_that_clips_by_its_own_norm_is_divisor_or_scale(fp32):
 
 def test_a_copy_from_before_the_update_is_stale_and_a_changed_one_is_not(case):
     stored = dtype_of(case.precision.params)
-    before = case.reference._split(case.reference.before[0])[0].astype(stored)
+    before = case.reference.split(case.reference.before[0])[0].astype(stored)
     seen = case.seen()
     # Rank 1 holds its own block right.
     own = case.blocks(seen.replicas[1][0])[1].copy()
@@ -633,7 +633,7 @@ def test_a_copy_from_before_the_update_is_stale_and_a_changed_one_is_not(case):
 
 def test_a_16_bit_shard_that_its_owner_forgot_to_round_anew_is_stale():
     case = Case(3, "mixed")
-    before = case.reference._split(case.reference.before[0])[1].astype(np.float16).astype(np.float32)
+    before = case.reference.split(case.reference.before[0])[1].astype(np.float16).astype(np.float32)
     seen = case.seen()
     case.blocks(seen.stored[1])[2][...] = case.blocks(before)[2]
     found = case.find(seen)
@@ -642,7 +642,7 @@ def test_a_16_bit_shard_that_its_owner_forgot_to_round_anew_is_stale():
 
 @pytest.mark.parametrize("slot", ["m", "v"])
 def test_optimizer_state_that_parts_alone_is_found(case, slot):
-    before = case.reference._split(case.reference.before[1][slot])[1]
+    before = case.reference.split(case.reference.before[1][slot])[1]
     seen = case.seen()
     seen.state[1][slot] = before.copy()
     found = case.find(seen)

@@ -1,6 +1,6 @@
 """Entry of `python -m zero_mpi`: settle the BLAS threads, before numpy is loaded, and malloc; then run.
 
-Not for: arguments (cli.py).
+Not for: choosing a command (cli.py).
 """
 
 import os
@@ -17,13 +17,18 @@ BLAS_THREADS = (
 )
 
 
+def take_one_blas_thread() -> None:
+    """Settle on one BLAS thread unless the environment has chosen; before numpy is loaded."""
+    if not any(name in os.environ for name in BLAS_THREADS):
+        os.environ.update(dict.fromkeys(BLAS_THREADS, "1"))
+
+
 def main() -> int:
     """Run the command line; return the exit code."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         # Ctrl-C while modules load ends the process without a traceback; later the job, with one line.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if not any(name in os.environ for name in BLAS_THREADS):
-        os.environ.update(dict.fromkeys(BLAS_THREADS, "1"))
+    take_one_blas_thread()
     from .cli import main as run
     from .memory import keep_freed_memory
 

@@ -6,7 +6,7 @@ Not for: any command's own options.
 import argparse
 from typing import Any, NoReturn
 
-from .training import LossScale
+from .training import LEAST, MOST, SMALLEST_SCALE, LossScale
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,7 +33,7 @@ def positive_int(text: str) -> int:
     return whole(text, least=1)
 
 
-def seed_int(text: str) -> int:
+def whole_from_0(text: str) -> int:
     """Return a whole number of at least 0."""
     return whole(text, least=0)
 
@@ -63,25 +63,29 @@ def _shown(text: str) -> str:
 
 
 def positive_float(text: str) -> float:
-    """Return a finite number above 0."""
-    try:
-        value = 0.0 if "_" in text else float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+    """Return a finite number above 0, which it still is in float32."""
+    value = _number(text)
+    if value is None or not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {_shown(text)}")
+    if not LEAST <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"expected a number from {LEAST} to {MOST}, got {_shown(text)}")
     return value
 
 
 def fraction(text: str) -> float:
     """Return a number of at least 0 and below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, got {text!r}")
+    value = _number(text)
+    if value is None or not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to below 1, got {_shown(text)}")
     return value
+
+
+def _number(text: str) -> float | None:
+    """Return the number that `text` is; Python's float also takes 1_0, and digits of other scripts."""
+    try:
+        return float(text) if text.isascii() and "_" not in text else None
+    except ValueError:
+        return None
 
 
 def loss_scale(text: str) -> LossScale | None:
@@ -92,9 +96,9 @@ def loss_scale(text: str) -> LossScale | None:
         return LossScale()
     try:
         return LossScale(initial=positive_float(text), dynamic=False)
-    except argparse.ArgumentTypeError:
+    except (argparse.ArgumentTypeError, ValueError):
         raise argparse.ArgumentTypeError(
-            f"expected dynamic, none or a finite number above 0, got {text!r}"
+            f"expected dynamic, none or a number from {SMALLEST_SCALE} to {MOST}, got {_shown(text)}"
         ) from None
 
 
@@ -107,7 +111,7 @@ def units(text: str) -> tuple[int, ...]:
     """Return numbers of units, in rising order, each once, from a list such as 0,2, or none."""
     if text == "none":
         return ()
-    return tuple(sorted({seed_int(part.strip()) for part in text.split(",")}))
+    return tuple(sorted({whole_from_0(part.strip()) for part in text.split(",")}))
 
 
 def widths(text: str) -> tuple[int, ...]:

@@ -414,6 +414,4 @@ def _bench(
         document = {"schema": SCHEMA, "settings": settings, "environment": environment, **result}
         wrong.append(target.write({**document, "exit_code": code}))
     say(*closing(result))
-    if report.complain_of(wrong):
-        code = code or 2
-    return int(comm.allgather_scalar(code, np.int64)[0])
+    return report.finish(comm, code, wrong)

@@ -40,7 +40,7 @@ __all__ = [
     "write",
 ]
 
-SCHEMA = "zero_mpi.certificate/1"
+SCHEMA = "zero_mpi.certificate/2"
 
 # Settings that two runs have to share, or there is nothing to compare.
 SHARED = ("model", "unit_numels")
@@ -88,13 +88,15 @@ class Chain:
         Parameters
         ----------
         loss : left out where it is not finite: JSON has no number for it.
-        params, grads : for each unit its whole array, any shape, of 2, 4 or 8 bytes an element; or the sum of
-            its blocks' digests.
+        params, grads : for each unit its whole array, any shape, of 1, 2, 4 or 8 bytes an element; or the
+            sum of its blocks' digests.
 
         Raises
         ------
         ValueError, TypeError : steps that do not rise, another number of units or of elements, or no array.
         """
+        if step != int(step):
+            raise ValueError(f"step: expected a whole number, got {step}")
         if self.links and step <= self.links[-1].step:
             raise ValueError(f"step: expected more than {self.links[-1].step}, got {step}")
         self.links.append(
@@ -125,9 +127,10 @@ class Chain:
 
 def write(path: str | os.PathLike, chains: Mapping[str, Chain], settings: Mapping[str, Any]) -> None:
     """Write the chains of one run, by name, with its settings, to a JSON file."""
+    # The text first: settings that JSON cannot hold leave no file begun.
+    text = json.dumps(document(chains, settings), indent=1)
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(document(chains, settings), file, indent=1)
-        file.write("\n")
+        file.write(f"{text}\n")
 
 
 def document(chains: Mapping[str, Chain], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +139,7 @@ def document(chains: Mapping[str, Chain], settings: Mapping[str, Any]) -> dict[s
         raise ValueError("chains: expected at least one, got none")
     return {
         "schema": SCHEMA,
-        "settings": {**settings, "unit_numels": list(next(iter(chains.values())).units)},
+        "settings": {**settings, "unit_numels": [int(n) for n in next(iter(chains.values())).units]},
         "chains": {name: [link._asdict() for link in chain.links] for name, chain in chains.items()},
     }
 
@@ -149,6 +152,8 @@ def read(path: str | os.PathLike) -> dict[str, Any]:
     ValueError : the file cannot be read or is no certificate; one line that names it.
     """
     name = os.fspath(path)
+    if not name:
+        raise ValueError("expected a certificate, got an empty name")
     try:
         # What is no file, such as a pipe, may never end.
         if not stat.S_ISREG(os.stat(name).st_mode) and not os.path.isdir(name):
@@ -218,7 +223,8 @@ class Comparison(NamedTuple):
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     """Compare two certificates, as `read` returns them: chains of the same name, then the rest in turn.
 
-    So a run of ZeRO-1 and one of ZeRO-3, each beside data parallel, are compared in both.
+    So a run of ZeRO-1 and one of ZeRO-3, each beside data parallel, are compared in both. Losses are not:
+    they are for people, and other programs take them over other rows.
 
     Raises
     ------
@@ -231,7 +237,12 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Comparison]:
     common = [name for name in a["chains"] if name in b["chains"]]
     left = [[name for name in certificate["chains"] if name not in common] for certificate in (a, b)]
     pairs = [*((name, name) for name in common), *zip(*left, strict=False)]
-    return [_compared(one, a, other, b) for one, other in pairs]
+    found = [_compared(one, a, other, b) for one, other in pairs]
+    alone = [name for names in left for name in names[min(map(len, left)) :]]
+    if alone:
+        plural = "a chain" if len(alone) == 1 else "chains"
+        found[0].not_compared.append(f"{', '.join(alone)}: {plural} that only one of them has")
+    return found
 
 
 def settings_that_differ(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -13,7 +13,8 @@ from . import formulas
 from .comm import Communicator
 from .data import MicroBatches
 from .digest import digest, rows_digest
-from .precision import all_finite, convert, dtype_of
+from .optim import Optimizer
+from .precision import Precision, all_finite, convert, dtype_of
 from .schemes import Scheme
 from .schemes.base import NORM_PIECE
 
@@ -44,17 +45,20 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def largest_difference(a: np.ndarray, b: np.ndarray) -> float:
-    """Return max |a - b|, 0.0 if the bits are the same; infinite where a difference is not a number."""
+    """Return max |a - b| in float32, 0.0 if the bits are the same; infinite where one is not a number."""
     if a.size == 0 or same_bits(a, b):
         return 0.0
-    with np.errstate(invalid="ignore"):
-        difference = max(
-            float(np.max(np.abs(a[i : i + _PIECE] - b[i : i + _PIECE]))) for i in range(0, a.size, _PIECE)
-        )
+    largest = []
+    with np.errstate(invalid="ignore", over="ignore"):
+        for start in range(0, a.size, _PIECE):
+            wide = [x[start : start + _PIECE].astype(np.float32, copy=False) for x in (a, b)]
+            largest.append(np.max(np.abs(wide[0] - wide[1])))
+    # Python's max may leave a NaN out.
+    difference = float(np.max(largest))
     return difference if np.isfinite(difference) else float("inf")
 
 
-class Parting(NamedTuple):
+class Difference(NamedTuple):
     """How two schemes differ on this rank: in what it owns, and in what it holds whole."""
 
     owned: float
@@ -62,7 +66,7 @@ class Parting(NamedTuple):
     identical: bool
 
 
-def compare(scheme: Scheme, partner: Scheme) -> Parting:
+def compare(scheme: Scheme, partner: Scheme) -> Difference:
     """Compare all that this rank owns, and its whole replicas, bit for bit with `partner`'s. Local.
 
     Owned are weights, 16-bit parameters, gradients and moments alike; and the norm, the loss scale and
@@ -87,7 +91,7 @@ def compare(scheme: Scheme, partner: Scheme) -> Parting:
             identical = False
             wide = [x.astype(np.float32) for x in (whole, partners)]
             replica = max(replica, largest_difference(*wide))
-    return Parting(owned, replica, identical)
+    return Difference(owned, replica, identical)
 
 
 def owns_finite(scheme: Scheme) -> bool:
@@ -179,10 +183,9 @@ def matches_reference(scheme: Scheme, theta: np.ndarray, expected: np.ndarray) -
 # Check two: measured against predicted. Integers, rank by rank.
 
 
-def itemsizes(scheme: Scheme) -> formulas.Itemsizes:
+def itemsizes(p: Precision, optimizer: Optimizer) -> formulas.Itemsizes:
     """Return the bytes an element takes at rest and on the wire, by the names of dtypes."""
-    p = scheme.precision
-    slots = len(scheme.optimizer.slots) + p.master
+    slots = len(optimizer.slots) + p.master
     sizes = [dtype_of(name).itemsize for name in (p.params, p.grads, p.reduce, p.gather)]
     return formulas.Itemsizes(sizes[0], sizes[1], 4 * slots, sizes[2], sizes[3])
 
@@ -191,7 +194,7 @@ def workload(scheme: Scheme) -> formulas.Workload:
     """Return what the formulas have to know of a scheme."""
     return formulas.Workload(
         units=tuple(scheme.model.units),
-        items=itemsizes(scheme),
+        items=itemsizes(scheme.precision, scheme.optimizer),
         size=scheme.comm.size,
         accumulate=scheme.training.accumulate,
         reduce_every=scheme.training.reduce_every,
@@ -210,12 +213,12 @@ def memory_evidence(scheme: Scheme, claim: formulas.Claim) -> dict[str, Any]:
     """Return what this rank holds, in bytes, and what the formula says it holds. Local."""
     ledger, work = scheme.ledger, workload(scheme)
     expected = formulas.resident_bytes(claim, work, scheme.comm.rank)
-    limits = formulas.transient_peak_bytes(claim, work)
+    limits: dict[str, int | None] = {**formulas.transient_peak_bytes(claim, work)}
     # Not the scheme's: what the optimizer and the norm work in, and what the model saves, which grows with
-    # the batch.
+    # the batch and has no limit.
     limits["optimizer scratch"] = 4 * scheme.optimizer.scratch_numel(work.largest)
     limits["norm scratch"] = 8 * NORM_PIECE
-    limits["activations"] = ledger.peak_bytes("activations")
+    limits["activations"] = None
     return {
         "held_bytes": {band: ledger.alive_bytes(band) for band in expected},
         "peak_bytes": {band: ledger.peak_bytes(band) for band in expected},
@@ -244,10 +247,11 @@ def memory_fault(evidence: dict[str, Any]) -> str:
     if evidence["transient_bytes"]:
         return f"{evidence['transient_bytes']} B of transient arrays outlive the step"
     for kind, peak in evidence["transient_peak_by_kind_bytes"].items():
-        limit = evidence["transient_limit_by_kind_bytes"].get(kind)
-        if limit is None:
+        limits = evidence["transient_limit_by_kind_bytes"]
+        if kind not in limits:
             return f"{kind}: peak {peak} B of a kind that no formula knows"
-        if peak > limit:
+        limit = limits[kind]
+        if limit is not None and peak > limit:
             return f"{kind}: peak {peak} B, one unit at a time takes {limit} B"
     return ""
 

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 from . import __version__, bench, compare, faults, orders, report, train
 from .comm import Communicator, SharedMistake
+from .engine import NotFinite
 from .transport import MPIMissing, launched_rank, launched_size, launcher_mismatch
 
-MISTAKE = 2
+NOT_FINITE, MISTAKE = 1, 2
 
 ANSWERS = ("-h", "--help", "--version")
 
@@ -28,7 +29,12 @@ class Command(Protocol):
         """Return the parser of its arguments."""
 
     def main(self, comm: Communicator, argv: Sequence[str]) -> int:
-        """Run on every rank; return the exit code, the same on all; raise SharedMistake for the user's."""
+        """Run on every rank; return the exit code, the same on all.
+
+        Raises
+        ------
+        SharedMistake : the user's. NotFinite : a number stopped being finite.
+        """
 
 
 COMMANDS: dict[str, Any] = {"bench": bench, "compare": compare, "faults": faults, "orders": orders}
@@ -62,10 +68,10 @@ def main(argv: Sequence[str]) -> int:
             # A rank that was asked for help would leave the others waiting.
             comm.agree(**{"command": name or "train", "--help or --version": asked or "neither"})
             return _answer(command, asked) if asked else command.main(comm, argv[bool(name) :])
-        except SharedMistake as error:
+        except (SharedMistake, NotFinite) as error:
             if comm.rank == 0:
                 report.complain(str(error))
-            return MISTAKE
+            return MISTAKE if isinstance(error, SharedMistake) else NOT_FINITE
 
 
 def _answer(command: Command, asked: str) -> int:

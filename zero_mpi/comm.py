@@ -1,4 +1,4 @@
-"""Communicator: the only way to MPI, and the only place where bytes are counted.
+"""Communicator: ranks and their messages, and the only place where bytes are counted.
 
 Not for: collectives of model data; those are written by hand from `sendrecv` alone (ring.py).
 """
@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ CRASHED = 3
 OTHERS_PAUSE_S, TERM_PAUSE_S = 2.5, 1.5
 
 # Every message carries what its sender believes to be doing, so that a rank that hands its units over in
-# another order is named instead of summed. MPI guarantees tags up to 32767.
+# another order is named instead of summed. Units are told apart modulo 8000: MPI guarantees tags up to 32767.
 _COLLECTIVES = ("point-to-point", "reduce-scatter", "all-gather", "control")
 _NUMBER_OF = {name: number for number, name in enumerate(_COLLECTIVES)}
 
@@ -55,7 +55,11 @@ _OUT_OF_STEP = 32767
 
 
 class OutOfStep(RuntimeError):
-    """Ranks are not at the same collective, or not with the same blocks; every rank raises it."""
+    """Ranks are not at the same collective, or not with the same blocks.
+
+    Raised by a rank that finds it, which warns the others; one that still waits for a long message of its own
+    to be taken can hang (`ending_job_on_error` ends it). The communicator is of no use afterwards.
+    """
 
 
 class SharedMistake(ValueError):
@@ -68,7 +72,8 @@ class Communicator:
     Parameters
     ----------
     comm : None (the MPI world), an mpi4py communicator (duplicated once, so that no message can meet
-        another library's), or a Transport. Collective.
+        another library's; it must live as long as this one, and freeing it frees the duplicate), or a
+        Transport. Collective.
     max_message_bytes : int, at least 1. Longer messages are sent in pieces.
 
     Attributes
@@ -84,7 +89,7 @@ class Communicator:
             raise ValueError(f"max_message_bytes: expected at least 1, got {max_message_bytes}")
         if comm is not None and not hasattr(comm, "exchange") and not hasattr(comm, "Dup"):
             raise TypeError(
-                f"comm: expected an mpi4py communicator, a Communicator or None, got {type(comm).__name__}"
+                f"comm: expected an mpi4py communicator, a Transport or None, got {type(comm).__name__}"
             )
         self.transport: Transport = comm if hasattr(comm, "exchange") else MPITransport(comm)
         self.rank = self.transport.rank
@@ -160,6 +165,7 @@ class Communicator:
 
         Parameters
         ----------
+        name : one of "point-to-point", "reduce-scatter", "all-gather" and "control".
         kind : "model" or "control".
         sent_stays : the caller's promise that no array sent inside is changed before the end. Sends then need
             not be waited for one by one, which saves ranks that outnumber cores half of their turns.
@@ -168,6 +174,8 @@ class Communicator:
         label = name, kind, self.phase, self.unit, sent_stays
         known = self._known.get(label)
         if known is None or known.traffic is not self.traffic or known is self._now:
+            if name not in _NUMBER_OF:
+                raise ValueError(f"name: expected one of {', '.join(_COLLECTIVES)}, got {name}")
             known = self._known[label] = _Collective(self, name, kind, sent_stays)
         return known
 
@@ -383,13 +391,16 @@ class Communicator:
         """End the whole job, with this rank's traceback, if the body raises; without it the others hang.
 
         The exit code is then 3. An exit with a code other than 0 ends it too; and so do Ctrl-C (130) and
-        SIGTERM (143), with one line, even while this rank waits for a message.
+        SIGTERM (143), with one line, even while this rank waits for a message, unless the caller handles
+        or ignores them.
         """
         try:
             with self._ending_job_on_signals():
                 yield
         except SystemExit as error:
             if error.code not in (None, 0):
+                if not isinstance(error.code, int):
+                    print(f"zero_mpi: rank {self.rank}: {error.code}", file=sys.stderr, flush=True)
                 self.abort(error.code if isinstance(error.code, int) else 1)
             raise
         except BaseException as error:
@@ -406,11 +417,11 @@ class Communicator:
     def _ending_job_on_signals(self) -> Iterator[None]:
         """Let SIGINT and SIGTERM end the job, with one line from one rank.
 
-        Not outside the main thread, nor where somebody else already handles or ignores them.
+        Not outside the main thread, nor while somebody else handles or ignores them.
 
         Python runs a handler only between two of its own instructions, and a rank that waits inside MPI
         executes none. So the handler does nothing, and a thread is woken by the byte that Python writes
-        from inside the signal.
+        from inside the signal, as it does for each signal that anybody handles.
         """
         plain = (signal.SIG_DFL, signal.default_int_handler)
         caught = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) in plain]
@@ -420,20 +431,29 @@ class Communicator:
         wakes, woken = os.pipe()
         os.set_blocking(woken, False)
 
-        def wait() -> None:
-            came = os.read(wakes, 1)
-            if came:
-                self._end_by_signal(came[0])
+        def ours(number: int, frame: object) -> None:
+            """Leave it to the thread."""
 
+        def wait() -> None:
+            while came := os.read(wakes, 1):
+                if signal.getsignal(came[0]) is ours:
+                    self._end_by_signal(came[0])
+                elif former_fd >= 0:
+                    # Whoever was woken before still waits for it.
+                    with suppress(OSError):
+                        os.write(former_fd, came)
+
+        former_fd = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        former = {n: signal.signal(n, ours) for n in caught}
         watcher = threading.Thread(target=wait, daemon=True)
         watcher.start()
-        former_fd = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-        former = {n: signal.signal(n, lambda number, frame: None) for n in caught}
         try:
             yield
         finally:
             for n, handler in former.items():
-                signal.signal(n, handler)
+                # Unless the body has put its own there.
+                if signal.getsignal(n) is ours:
+                    signal.signal(n, handler)
             signal.set_wakeup_fd(former_fd)
             os.close(woken)
             watcher.join()

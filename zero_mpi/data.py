@@ -146,6 +146,8 @@ def load_npz(path: str | os.PathLike, n_in: int, n_out: int) -> tuple[Batch, str
     OSError : the file cannot be read.
     """
     name = os.fspath(path)
+    if not name:
+        raise ValueError("data: expected an .npz file, got an empty name")
     if os.path.isdir(name):
         raise ValueError(f"{name}: expected an .npz file, got a directory")
     if os.path.exists(name) and not os.path.isfile(name):

@@ -2,9 +2,9 @@
 
 Not for: proof against an adversary; the weights are known.
 
-What it detects: every change of one element, surely. Changes of several elements, moves and swaps included,
-but for chance: once in 2^64, and once in 2^32 where only the highest bits change, such as signs. Zeros count:
-a vector and the same with zeros appended differ.
+What it detects: every change of one element of up to 4 bytes, surely. Changes of several, moves and swaps
+included, but for chance: once in 2^64, and once in 2^32 where only the highest bits change, such as signs; an
+element of 8 bytes counts as two. Zeros count: a vector and the same with zeros appended differ.
 """
 
 from functools import lru_cache
@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 _PIECE = 8192
-_WORDS = {2: np.uint16, 4: np.uint32, 8: np.uint32}
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}
 
 
 def digest(array: np.ndarray, start: int = 0, unit: int = 0) -> int:
@@ -20,7 +20,7 @@ def digest(array: np.ndarray, start: int = 0, unit: int = 0) -> int:
 
     Parameters
     ----------
-    array : shape (n,), contiguous, 2, 4 or 8 bytes an element. start : index of its first element in the
+    array : shape (n,), contiguous, 1, 2, 4 or 8 bytes an element. start : index of its first element in the
         unit. unit : index of the unit, so that equal units differ.
 
     Notes
@@ -29,7 +29,7 @@ def digest(array: np.ndarray, start: int = 0, unit: int = 0) -> int:
     is lost: one weight for the place in a piece of 8192, times one for the piece. About 1 ns an element.
     """
     if array.dtype.itemsize not in _WORDS or array.dtype.hasobject:
-        raise TypeError(f"array: expected elements of 2, 4 or 8 bytes, got {array.dtype}")
+        raise TypeError(f"array: expected elements of 1, 2, 4 or 8 bytes, got {array.dtype}")
     bits = array.view(_WORDS[array.dtype.itemsize])
     if array.dtype.itemsize == 8:
         # Two words an element.
@@ -47,7 +47,7 @@ def digest(array: np.ndarray, start: int = 0, unit: int = 0) -> int:
 
 
 def rows_digest(*arrays: np.ndarray) -> int:
-    """Return the digest of rows, such as those of x and y: the sum of each row's, so in any order the same.
+    """Return the digest of rows, such as those of x and y: a sum over rows, so in any order the same.
 
     Parameters
     ----------
@@ -55,7 +55,8 @@ def rows_digest(*arrays: np.ndarray) -> int:
     """
     total = 0
     for row in zip(*arrays, strict=True):
-        total += sum(digest(np.ascontiguousarray(part).reshape(-1), 0, i) for i, part in enumerate(row))
+        # Mixed, or a sum would not tell which parts belong together.
+        total += _mix(sum(digest(np.ascontiguousarray(part).reshape(-1), 0, i) for i, part in enumerate(row)))
     return total % 2**64
 
 

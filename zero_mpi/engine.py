@@ -24,10 +24,12 @@ _NONE_LEFT, _WRONG_NUMBER = -1, -2
 class NotFinite(FloatingPointError):
     """A loss or a gradient that is no finite number, which all ranks know of and raise alike.
 
-    losses : by scheme, of the steps before; set by who steps them.
+    losses, chains : by scheme, of the steps before: losses, and digests if they were taken; set by who steps
+        them.
     """
 
     losses: dict[str, list[float]] = {}
+    chains: dict[str, Any] = {}
 
 
 class OutOfBatches(SharedMistake):
@@ -46,6 +48,7 @@ def train_step(scheme: "Scheme", micro_batches: Sequence[Batch | None]) -> float
     comm.traffic, comm.phase = Traffic(), "forward"
     scheme.steps_begun += 1
     batches, weights = _weighted(scheme, micro_batches)
+    scheme.forget_transients()
     scheme.overflowed.clear()
     scheme.sums_overflowed.clear()
     loss = 0.0
@@ -56,11 +59,11 @@ def train_step(scheme: "Scheme", micro_batches: Sequence[Batch | None]) -> float
         if scheme.reduce_every == "step":
             scheme.backward_done(scheme.trained)
         outcome = _agreed(scheme, loss)
-    comm.phase = "update"
-    scheme.grad_norm, scheme.skipped = outcome.norm, outcome.skip
-    if not outcome.skip:
-        scheme.steps_done += 1
-        scheme.update(outcome.scale)
+        comm.phase = "update"
+        scheme.grad_norm, scheme.skipped = outcome.norm, outcome.skip
+        if not outcome.skip:
+            scheme.steps_done += 1
+            scheme.update(outcome.scale)
     scheme.step_traffic, comm.traffic, comm.phase = comm.traffic, Traffic(), "between steps"
     return outcome.loss
 
@@ -211,6 +214,8 @@ def checked(batch: Batch) -> Batch:
     ------
     TypeError, ValueError : it is not; names x or y.
     """
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise TypeError(f"batch: expected a pair (x, y), got {type(batch).__name__}")
     for name, array in zip(("x", "y"), batch, strict=True):
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{name}: expected a numpy array, got {type(array).__name__}")
@@ -227,8 +232,8 @@ def _track(ledger: Ledger, value: Any, given: np.ndarray) -> None:
     if isinstance(value, np.ndarray):
         if owner(value) is not given:
             ledger.track("activations", value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             _track(ledger, item, given)
 
 

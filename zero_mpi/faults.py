@@ -7,8 +7,6 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from . import report
 from .arguments import Parser
 from .comm import Communicator, OutOfStep, SharedMistake
@@ -18,7 +16,7 @@ from .injection import FAULTS, Fault
 from .model import MLP
 from .optim import Adam
 from .precision import Precision
-from .run import Settings, run
+from .run import Settings, on_own_messages, run
 from .schemes import DP, SCHEMES, Scheme
 from .training import Training
 
@@ -98,29 +96,17 @@ def settings_of(fault: Fault, key: str, **options: Any) -> Settings:
 
 
 def make(comm: Communicator, fault: Fault, S: type[Scheme]) -> Outcome:
-    """Make one fault under one scheme, beside data parallel without it. Collective.
-
-    After ranks fell out of step no message between them can be trusted: each fault has ranks of its own.
-    """
-    part = comm.split(0)
-    if part is None:
-        raise ValueError("a rank has no part")
+    """Make one fault under one scheme, beside data parallel without it. Collective."""
     schemes: list[type[Scheme]] = [S] if S is DP else [DP, S]
     try:
-        result = run(part, settings_of(fault, S.key), schemes)
+        result = on_own_messages(comm, lambda part: run(part, settings_of(fault, S.key), schemes))
     except SharedMistake as error:
-        part.free()
         cause = "different initial weights" if "initial weights" in str(error) else ""
         return _judged(fault, S, ["set-up"], None, None, cause, str(error))
     except NotFinite as error:
-        part.free()
         return _judged(fault, S, ["non-finite"], *_step_and_unit(str(error)), "non-finite", str(error))
     except OutOfStep as error:
-        words = comm.allgather_object(str(error))
-        part.give_up()
-        first = next((text for text in words if "different orders" in text), words[0])
-        return _judged(fault, S, ["order"], None, None, "", first)
-    part.free()
+        return _judged(fault, S, ["order"], None, None, "", str(error))
     failed = [verdict for verdict in result["verdicts"] if verdict["holds"] is False]
     names = [verdict["check"] for verdict in failed]
     says = next((v["says"] for v in failed if v["check"] == fault.check), "")
@@ -163,11 +149,16 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
             raise ValueError("faults: expected at least 2 ranks, got 1: alone, most make no difference")
         if args.list and args.json is not None:
             raise ValueError("--json: expected faults to make, got --list, which makes none")
+        least = min(fault.least_ranks for fault in faults)
+        if comm.size < least and not args.list:
+            raise ValueError(f"--only: expected at least {least} ranks for {args.only}, got {comm.size}")
     comm.agree(**{f"--{name}": value for name, value in vars(args).items()})
+    wrong: list[str] = []
     if args.list:
         if comm.rank == 0:
-            report.say([line for f in faults for line in report.wrapped(f"  {f.name:<23} ", f.what)])
-        return 0
+            listed = [line for f in faults for line in report.wrapped(f"  {f.name:<23} ", f.what)]
+            wrong.append(report.say(listed))
+        return report.finish(comm, 0, wrong)
     with comm.together():
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
     possible = [fault for fault in faults if comm.size >= fault.least_ranks]
@@ -181,20 +172,21 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
             "not_made": [fault.name for fault in not_made],
             "exit_code": code,
         }
-        wrong = [target.write({"schema": SCHEMA, **evidence})] if target is not None else []
-        if report.complain_of([*wrong, report.say(lines(outcomes, comm.size, not_made))]):
-            code = code or 2
-    return int(comm.allgather_scalar(code, np.int64)[0])
+        if target is not None:
+            wrong.append(target.write({"schema": SCHEMA, **evidence}))
+        wrong.append(report.say(lines(outcomes, comm.size, not_made)))
+    return report.finish(comm, code, wrong)
 
 
 def lines(outcomes: Sequence[Outcome], size: int, not_made: Sequence[Fault] = ()) -> list[str]:
     """Return the matrix of faults; schemes of the same outcome share a line."""
+    letters = _letters()
     merged: dict[tuple, list[str]] = {}
     for o in outcomes:
         seen = "".join(_LETTERS.get(check, check) for check in o.checks) or "nothing"
         step, unit = ("-" if value is None else str(value) for value in (o.step, o.unit))
         row = (o.fault, seen, step, unit, o.cause or "-", o.caught)
-        merged.setdefault(row, []).append(_SHORT[o.scheme])
+        merged.setdefault(row, []).append(letters[o.scheme])
     rows = [["fault", "under", "seen by", "step", "unit", "class"]]
     rows += [[row[0], "".join(schemes), *row[1:-1]] for row, schemes in merged.items()]
     table = report.table(rows, left=6)
@@ -203,7 +195,8 @@ def lines(outcomes: Sequence[Outcome], size: int, not_made: Sequence[Fault] = ()
         # The mark takes no column: beside a long class there is no room for one.
         marks = ["  ", *("  " if row[-1] else "! " for row in merged)]
         said += [mark + line[2:] for mark, line in zip(marks, table, strict=True)]
-        said += ["", *report.wrapped("  ", LEGEND), ""]
+        under = ", ".join(f"{letter} {name}" for name, letter in letters.items())
+        said += ["", *report.wrapped("  ", LEGEND.format(under=under)), ""]
     for fault in not_made:
         words = f"{fault.name}: not made, it is no mistake below {fault.least_ranks} ranks"
         said += [*report.wrapped("  ", words), ""]
@@ -218,7 +211,7 @@ def lines(outcomes: Sequence[Outcome], size: int, not_made: Sequence[Fault] = ()
 
 
 LEGEND = (
-    "under: D data parallel, 1 2 3 ZeRO. seen by: L learning (beside data parallel without the fault), R "
+    "under: {under}. seen by: L learning (beside data parallel without the fault), R "
     "the reference, M memory, T traffic, A audit; or the error that ends the run: set-up, order (of units), "
     "NaN (or infinity). step, unit: where numbers first part. class: what the evidence takes for the cause."
 )
@@ -230,4 +223,12 @@ _LETTERS = {
     "audit": "A",
     "non-finite": "NaN",
 }
-_SHORT = {S.name: name for S, name in zip(SCHEMES, ("D", "1", "2", "3"), strict=False)}
+
+
+def _letters() -> dict[str, str]:
+    """Return a letter for each scheme by its name: D, and the last of the others', or its place if taken."""
+    found: dict[str, str] = {}
+    for place, S in enumerate(SCHEMES):
+        letter = "D" if S is DP else S.name[-1]
+        found[S.name] = letter if letter not in found.values() else f"({place})"
+    return found

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 
 from . import formulas
-from .precision import dtype_of
+from .checks import itemsizes
 from .run import Settings
 from .schemes import SCHEMES, Scheme
 
@@ -34,20 +34,18 @@ def least_bytes(
     """Return the least bytes of each of `size` ranks, and of the replay that rank 0 adds.
 
     That is the three bands of all schemes, which are trained side by side, one unit's gradient, and what the
-    caller says of the batch; the replay keeps weights, two moments and a gradient of each rank.
+    caller says of the batch; the replay keeps weights, and of what is trained the optimizer's state and a
+    gradient of each rank.
     """
-    p, units, job = settings.precision, settings.model.units, settings.training
+    units, job = settings.model.units, settings.training
+    trained = [numel for u, numel in enumerate(units) if u not in job.freeze]
     n_params = sum(units)
-    params, grads, reduce, gather = (
-        dtype_of(name).itemsize for name in (p.params, p.grads, p.reduce, p.gather)
-    )
-    slots = len(settings.optimizer.slots) + p.master
-    items = formulas.Itemsizes(params, grads, 4 * slots, reduce, gather)
+    items = itemsizes(settings.precision, settings.optimizer)
     work = formulas.Workload(tuple(units), items, size, job.accumulate, job.reduce_every, tuple(job.freeze))
     bands = sum(formulas.bytes_per_param(SCHEMES[S], work) for S in schemes)
-    rank = int(bands * n_params) + 4 * max(units) + of_batch
-    replay = (12 + size * grads) * n_params if settings.reference else 0
-    return rank, replay
+    rank = int(bands * n_params) + 4 * max(trained) + of_batch
+    state = 4 * len(settings.optimizer.slots) + size * items.grads
+    return rank, 4 * n_params + state * sum(trained) if settings.reference else 0
 
 
 def refuse_what_cannot_fit(

@@ -368,7 +368,8 @@ def local_norm(scheme: Any) -> None:
     def make(update: Callable) -> Callable:
         def alone(scale: float) -> None:
             scheme.grad_norm = float(np.sqrt(scheme.squares()))
-            update(min(1.0, scheme.training.clip_norm / scheme.grad_norm))
+            # A rank may own nothing.
+            update(min(1.0, scheme.training.clip_norm / (scheme.grad_norm or 1.0)))
 
         return alone
 

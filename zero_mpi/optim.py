@@ -13,6 +13,9 @@ import numpy as np
 # are as large as a second-level cache of 1 MiB allows: four of them in float32 and the scratch take 640 KiB.
 PIECE = 32768
 
+# What float32 holds of the numbers above 0.
+_LEAST, _MOST = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+
 State = dict[str, np.ndarray]
 
 
@@ -38,7 +41,7 @@ class Optimizer(Protocol):
         """Decay of the weights, decoupled from the gradient; 0 for none."""
 
     def describe(self) -> str:
-        """Return its name and numbers, as a report prints them."""
+        """Return its name and numbers, all digits of them: reports print it, and ranks compare it."""
 
     def scratch_numel(self, numel: int) -> int:
         """Return how many float32 elements an update of `numel` elements works in."""
@@ -121,19 +124,19 @@ class Adam(_Pieces):
 
     def __post_init__(self) -> None:
         for name, value, ok, expected in (
-            ("lr", self.lr, 0 < self.lr < np.inf, "a positive number"),
+            ("lr", self.lr, _LEAST <= self.lr <= _MOST, "a positive number in float32"),
             ("beta1", self.beta1, 0 <= self.beta1 < 1, "at least 0 and below 1"),
             ("beta2", self.beta2, 0 <= self.beta2 < 1, "at least 0 and below 1"),
-            ("eps", self.eps, 0 < self.eps < np.inf, "a positive number"),
+            ("eps", self.eps, _LEAST <= self.eps <= _MOST, "a positive number in float32"),
             ("weight_decay", self.weight_decay, 0 <= self.weight_decay < np.inf, "at least 0"),
         ):
             if not ok:
                 raise ValueError(f"{name}: expected {expected}, got {value}")
 
     def describe(self) -> str:
-        text = f"lr {self.lr:g}, betas {self.beta1:g} {self.beta2:g}, eps {self.eps:g}"
+        text = f"lr {self.lr}, betas {self.beta1} {self.beta2}, eps {self.eps}"
         if self.weight_decay:
-            return f"AdamW {text}, weight decay {self.weight_decay:g}"
+            return f"AdamW {text}, weight decay {self.weight_decay}"
         return f"Adam {text}"
 
     def update(
@@ -205,8 +208,8 @@ class SGD(_Pieces):
     weight_decay = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < np.inf:
-            raise ValueError(f"lr: expected a positive number, got {self.lr}")
+        if not _LEAST <= self.lr <= _MOST:
+            raise ValueError(f"lr: expected a positive number in float32, got {self.lr}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected at least 0 and below 1, got {self.momentum}")
 
@@ -215,7 +218,7 @@ class SGD(_Pieces):
         return ("momentum",) if self.momentum else ()
 
     def describe(self) -> str:
-        return f"SGD lr {self.lr:g}" + (f", momentum {self.momentum:g}" if self.momentum else "")
+        return f"SGD lr {self.lr}" + (f", momentum {self.momentum}" if self.momentum else "")
 
     def update(
         self,

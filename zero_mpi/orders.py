@@ -20,7 +20,7 @@ from .optim import Adam
 from .precision import Precision
 from .reducers import REDUCERS, Reducer, Ring
 from .reference import Reference
-from .run import Settings, run
+from .run import Settings, on_first, run
 from .schemes import DP, SCHEMES, Scheme
 
 SCHEMA = "zero_mpi.orders/1"
@@ -174,7 +174,12 @@ def _in_float64(reference: Reference, batches: Sequence[MicroBatches]) -> np.nda
 
 
 def main(comm: Communicator, argv: Sequence[str]) -> int:
-    """Run the command on every rank; return 1 if the schemes part under an order that is known, else 0."""
+    """Run the command on every rank; return 1 if the schemes part under an order that is known, else 0.
+
+    Raises
+    ------
+    NotFinite : a loss or a gradient is not finite.
+    """
     hosts = comm.hosts()
     with comm.together():
         args = parser().parse_args(argv)
@@ -194,12 +199,8 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
         target = report.JsonFile(args.json) if args.json is not None and comm.rank == 0 else None
     results: dict[int, list[Row]] = {}
     for size in dict.fromkeys((2, comm.size)):
-        part = comm.split(0 if comm.rank < size else None)
-        with comm.root_works():
-            if part is not None:
-                results[size] = measure(part, args)
-                part.free()
-    code = 0
+        results[size] = on_first(comm, size, lambda part: measure(part, args)) or []
+    code, wrong = 0, []
     if comm.rank == 0:
         code = int(any(row.schemes_identical is False for rows in results.values() for row in rows))
         evidence: dict[str, Any] = {
@@ -208,9 +209,8 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
         settings = {name: value for name, value in vars(args).items() if name != "json"}
         document = {"schema": SCHEMA, "settings": settings, **evidence, "exit_code": code}
         wrong = [target.write(document)] if target is not None else []
-        if report.complain_of([*wrong, report.say(lines(args, results))]):
-            code = code or 2
-    return int(comm.allgather_scalar(code, np.int64)[0])
+        wrong.append(report.say(lines(args, results)))
+    return report.finish(comm, code, wrong)
 
 
 def lines(args: argparse.Namespace, results: dict[int, list[Row]]) -> list[str]:
@@ -238,8 +238,9 @@ def lines(args: argparse.Namespace, results: dict[int, list[Row]]) -> list[str]:
             table.append([r.reducer, _counted(r.bytes_a_rank), _counted(r.messages_a_rank), same])
         out += report.table(table)
     text = (
-        "At N = 2 all agree, since a + b = b + a. From three ranks on another order gives other bits, and "
-        "weights drift apart; all are rounded sums, none is the exact one. schemes: whether data parallel "
+        "At N = 2 all agree, since a + b = b + a. From three ranks on another order gives other bits (of "
+        "three, the reversed ring adds the same two first), and weights drift apart; all are rounded sums, "
+        "none is the exact one. schemes: whether data parallel "
         "and ZeRO-1, 2 and 3 hold the same bits under that order. n/a: what the MPI library does not tell."
     )
     return [*out, "", *report.wrapped("  ", text)]

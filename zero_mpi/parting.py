@@ -151,8 +151,8 @@ class _Finder:
     def __init__(self, step: int, seen: Observed, reference: Reference, terms: int) -> None:
         self.step, self.seen, self.reference, self.terms = step, seen, reference, terms
         self.model, self.size = reference.model, reference.size
-        self.theta = reference._split(reference.theta)
-        self.theta_before = reference._split(reference.before[0])
+        self.theta = reference.split(reference.theta)
+        self.theta_before = reference.split(reference.before[0])
         stored = reference.precision.params
         self.stored = [_through(dtype_of(stored), unit) for unit in self.theta]
         self.stored_before = [_through(dtype_of(stored), unit) for unit in self.theta_before]
@@ -191,8 +191,8 @@ class _Finder:
 
     def optimizer(self) -> Parting | None:
         for slot, whole in self.reference.state.items():
-            before = self.reference._split(self.reference.before[1][slot])
-            for u, expected in enumerate(self.reference._split(whole)):
+            before = self.reference.split(self.reference.before[1][slot])
+            for u, expected in enumerate(self.reference.split(whole)):
                 observed = self.seen.state[u].get(slot, expected)
                 if not _same(observed, expected):
                     causes = self._causes_of_copy(f"the owner of {slot}", observed, expected, before[u])
@@ -455,7 +455,7 @@ class _Finder:
 
     def _updated(self, u: int, gradient: np.ndarray, scale: float) -> np.ndarray:
         theta = self.reference.updated({**self.reference.means, u: gradient}, scale)
-        return self.reference._split(theta)[u]
+        return self.reference.split(theta)[u]
 
 
 def _rotated(late: int, b: int, size: int) -> Any:
@@ -498,9 +498,23 @@ def _explained(
         return
     together = columns.sum(axis=1)
     factor = float(together @ target / (together @ together)) if together.any() else 0.0
-    if factor and fits(factor * ones):
-        yield "divisor or scale", f"it is the mean times {factor:.6g}, on every term"
     weights, _, rank_of, _ = np.linalg.lstsq(columns, target, rcond=1e-9)
+    if factor and fits(factor * ones):
+        one = np.eye(terms)
+        others = [
+            *(ones - one),
+            *(terms / max(1, terms - 1) * (ones - one)),
+            *one,
+            *(terms * one),
+            *(ones + one),
+        ]
+        if rank_of < terms and any(map(fits, others)):
+            yield (
+                "unknown",
+                "terms are multiples of each other here: a factor, or one left out or counted twice",
+            )
+        else:
+            yield "divisor or scale", f"it is the mean times {factor:.6g}, on every term"
     if rank_of < terms:
         return
     missing, twice = np.abs(weights) < 0.25, weights > 1.5

@@ -18,6 +18,10 @@ WIRE_DTYPES = tuple(_FORMATS)
 # Elements converted at a time: two float32 pieces fit in a first-level cache of 32 KiB or more.
 PIECE = 4096
 
+# Elements that numpy is given at a time where it has to cast on the way: it takes a buffer for each array, of
+# 8192 elements unless there are fewer, that no ledger knows.
+CAST_PIECE = 2048
+
 
 def dtype_of(name: str) -> np.dtype:
     """Return the numpy dtype called `name`; bfloat16 needs the optional package ml_dtypes.
@@ -81,6 +85,9 @@ class Precision:
     def __post_init__(self) -> None:
         for name in (self.params, self.grads, self.reduce, self.gather):
             dtype_of(name)
+        for what, name in (("params", self.params), ("grads", self.grads)):
+            if name == "float64":
+                raise ValueError(f"{what} dtype: expected float32 or 16 bits at rest, got float64")
         if not holds(self.gather, self.params):
             raise ValueError(
                 f"gather dtype: expected one that holds {self.params} parameters exactly, got {self.gather}"
@@ -120,17 +127,28 @@ def round_through(source: np.ndarray, into: np.ndarray, through: np.dtype) -> No
         convert(part, into[piece])
 
 
+def in_wide(ufunc: np.ufunc, a: np.ndarray, b: Any, out: np.ndarray) -> None:
+    """Write ``ufunc(a, b)`` into `out`, rounded to its dtype: computed in float32, or in float64 if one is.
+
+    Parameters
+    ----------
+    a, out : shape (n,), any float dtypes. b : the same, or a number.
+    """
+    arrays = [x for x in (a, b, out) if isinstance(x, np.ndarray)]
+    wide = np.float64 if any(x.dtype == np.float64 for x in arrays) else np.float32
+    size = a.size if all(x.dtype == wide for x in arrays) else CAST_PIECE
+    for start in range(0, a.size, max(1, size)):
+        piece = slice(start, start + size)
+        other = b[piece] if isinstance(b, np.ndarray) else wide(b)
+        ufunc(a[piece], other, out=out[piece], dtype=wide, casting="unsafe")
+
+
 def all_finite(x: np.ndarray) -> bool:
     """Return whether no element of `x`, shape (n,), is NaN or infinite; in one pass wherever none is."""
     # A sum is finite only if all its terms are; that it is not may be its own overflow. Squares overflow
     # sooner, but BLAS adds them up three times as fast.
     with np.errstate(over="ignore", invalid="ignore"):
-        total = (
-            np.dot(x, x)
-            if x.dtype == np.float32
-            else np.add.reduce(x, dtype=np.float64 if x.dtype == np.float64 else np.float32)
-        )
-        if np.isfinite(total):
+        if x.dtype == np.float32 and np.isfinite(np.dot(x, x)):
             return True
     return all(bool(np.isfinite(x[i : i + PIECE]).all()) for i in range(0, x.size, PIECE))
 

@@ -25,7 +25,7 @@ class Reducer:
     ----------
     name : as `--reduction` takes it.
     held_to : the algorithm of formulas.py whose bytes it must send; None if its bytes are not counted.
-    order : in what order block b is summed, in words; "" if nobody outside it knows.
+    order : in the order of what block b is summed, in words; "" if nobody outside it knows.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Ring(Reducer):
 
     name = "ring"
     held_to = "ring"
-    order = "b+1, b+2, ..., b"
+    order = "of ranks b+1, b+2, ..., b"
 
     def all_reduce(self, u: int, x: np.ndarray, finish: Callable[[np.ndarray], None]) -> None:
         self.comm.unit = u
@@ -81,7 +81,7 @@ class ReversedRing(Reducer):
 
     name = "reversed-ring"
     held_to = "reversed-ring"
-    order = "b-1, b-2, ..., b"
+    order = "of ranks b-1, b-2, ..., b"
 
     def _sum(self, x: np.ndarray) -> np.ndarray:
         return reversed_ring(self.comm, x, self._empty)
@@ -92,7 +92,7 @@ class RankOrder(Reducer):
 
     name = "rank-order"
     held_to = "rank-order"
-    order = "0, 1, ..., N-1"
+    order = "of ranks 0, 1, ..., N-1"
 
     def _sum(self, x: np.ndarray) -> np.ndarray:
         return rank_order(self.comm, x, self._empty)
@@ -103,7 +103,7 @@ class RecursiveHalving(Reducer):
 
     name = "recursive-halving"
     held_to = "recursive-halving"
-    order = "a tree: halves, quarters, ..."
+    order = "of a tree: halves, then quarters and so on"
 
     def _sum(self, x: np.ndarray) -> np.ndarray:
         return recursive_halving(self.comm, x, self._empty)
@@ -117,7 +117,7 @@ class Naive(Reducer):
 
     name = "naive"
     held_to = "ring"
-    order = "0, 1, ..., N-1"
+    order = "of ranks 0, 1, ..., N-1"
 
     def _sum(self, x: np.ndarray) -> np.ndarray:
         return naive(self.comm, x, self._empty)

@@ -2,9 +2,10 @@
 
 Not for: speed or memory; it keeps every rank's gradient at once.
 
-It shares only the model, whose gradients it does not vouch for, the names of dtypes, and the numbers of the
-settings. Blocks are numpy's own `array_split`, the optimizers are written out again, and each block is summed
-in the order that its reducer promises.
+It shares only the model, whose gradients it does not vouch for, the names of dtypes, the numbers of the
+settings, and memory.py's aligned buffers, in which a product finds its operands. Blocks are numpy's own
+`array_split`, the optimizers are written out again, and each block is summed in the order that its reducer
+promises.
 """
 
 import copy
@@ -18,7 +19,7 @@ import numpy as np
 from .data import MicroBatches
 from .memory import Ledger
 from .model import Model
-from .optim import SGD, Optimizer
+from .optim import SGD, Adam, Optimizer
 from .precision import Precision, dtype_of
 from .training import Training
 
@@ -49,6 +50,9 @@ def halving(b: int, size: int) -> Tree:
 
     return tree(b // 2 if b < 2 * folded else b - folded, 1)
 
+
+# The optimizers that are written out again here.
+OPTIMIZERS = (Adam, SGD)
 
 # In what order each reducer sums block b over `size` ranks.
 ORDERS: dict[str, Callable[[int, int], Tree]] = {
@@ -156,7 +160,7 @@ class Reference:
     def _local(self, batch: Any, scale: float) -> tuple[float, dict[int, np.ndarray]]:
         """Return one micro-batch's loss, and its gradient of each unit rounded to the gradients' dtype."""
         x, target = batch
-        units = [self._place(unit) for unit in self._split(self._stored())]
+        units = [self._place(unit) for unit in self.split(self._stored())]
         saved = []
         for u, params in enumerate(units):
             x, kept = self.model.forward(u, params, x)
@@ -276,7 +280,7 @@ class Reference:
         scale: float,
     ) -> None:
         """Update all units of `theta` and `state` in place with their gradients times `scale`."""
-        thetas, states = self._split(theta), {s: self._split(a) for s, a in state.items()}
+        thetas, states = self.split(theta), {s: self.split(a) for s, a in state.items()}
         for u, gradient in gradients.items():
             g = gradient if scale == 1.0 else gradient * np.float32(scale)
             self._step(thetas[u], g, {slot: states[slot][u] for slot in states}, self._decays(u))
@@ -335,7 +339,8 @@ class Reference:
         """Return the weights as the parameters' dtype holds them, in float32."""
         return self.theta.astype(dtype_of(self.precision.params)).astype(np.float32)
 
-    def _split(self, flat: np.ndarray) -> list[np.ndarray]:
+    def split(self, flat: np.ndarray) -> list[np.ndarray]:
+        """Return all units of a flat vector, shape (n_params,), as views."""
         return np.split(flat, np.cumsum(self.model.units)[:-1])
 
     def _place(self, values: np.ndarray) -> np.ndarray:

@@ -14,15 +14,23 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
+from .comm import Communicator
+
 SCHEMA = "zero_mpi.run/2"
 WIDTH = 80
 
 ORDER_OF_SUMMATION = (
-    "Why exactly zero: every scheme sums block b of a unit in the order of ranks {order}, and divides "
+    "Why exactly zero: every scheme sums block b of a unit in the order {order}, and divides "
     "once; what the owner gets is what the others receive. In floating point another order gives other bits "
     "(about 1e-7, and growing): schemes that differ in it would part, and none would be wrong."
 )
 REPLAYED = "Checked, not claimed: rank 0 replayed the run alone in that order and got the same bits."
+EXACT_IN_ANY = (
+    "(Which cannot tell orders apart where sums are exact in any, as those of 16-bit gradients in float32 "
+    "almost always are: --precision fp32 can.)"
+)
 NOT_REPLAYED = "That order was not checked in this run: the replay on rank 0 was left out."
 APART_FROM_RING = (
     "From the same run in the ring's order (block b summed over ranks b+1, b+2, ..., b) the weights differ "
@@ -30,8 +38,13 @@ APART_FROM_RING = (
 )
 AS_THE_RING = (
     "The same run in the ring's order (block b summed over ranks b+1, b+2, ..., b) gives the same weights, "
-    "though {why}. One or two ranks have no other order; from three on, sums of 16-bit gradients in float32 "
-    "are almost always exact in any; and a step that was skipped changes nothing."
+    "though {why}. One or two ranks have no other order; of three, the reversed ring adds the same two "
+    "first; sums of 16-bit gradients in float32 are almost always exact in any; and a step that was skipped "
+    "changes nothing."
+)
+RING_NOT_FINITE = (
+    "In the ring's order (block b summed over ranks b+1, b+2, ..., b) the same run ends in a sum that is not "
+    "finite: {why}."
 )
 
 LIBRARY_FOOTER = "Not counted: bytes in the MPI library's own collectives; it keeps them to itself."
@@ -132,9 +145,12 @@ def learning(result: dict[str, Any]) -> list[str]:
             ]
         )
     lines = ["Learning", *table(rows), ""]
-    lines += _by_step("loss", schemes[0]["losses"])
+    # One scheme's stand for all, unless others have their own.
+    apart = any(row["same_as_first"] is False for row in schemes)
+    whose = f" of {schemes[0]['name']}" if apart else ""
+    lines += _by_step(f"loss{whose}", schemes[0]["losses"])
     if any(norm is not None for norm in schemes[0]["grad_norms"]):
-        lines += _by_step("norm", schemes[0]["grad_norms"])
+        lines += _by_step(f"norm{whose}", schemes[0]["grad_norms"])
     lines += _skips(evidence)
     same: dict[str, list[str]] = {}
     for row in schemes:
@@ -152,7 +168,10 @@ def learning(result: dict[str, Any]) -> list[str]:
         if replay is None:
             lines += [*wrapped("  ", f"{text} {NOT_REPLAYED}"), ""]
         elif all(row["identical_steps"] == steps for row in replay.values()):
-            lines += [*wrapped("  ", f"{text} {REPLAYED}"), ""]
+            said = f"{text} {REPLAYED}"
+            if evidence["grads_dtype"] != "float32":
+                said += f" {EXACT_IN_ANY}"
+            lines += [*wrapped("  ", said), ""]
     if evidence["max_abs_difference_from_ring"] is not None:
         lines += [*wrapped("  ", from_ring(evidence)), ""]
     return lines
@@ -162,6 +181,8 @@ def from_ring(evidence: dict[str, Any]) -> str:
     """Return by how much another order of summation changed the weights, and why."""
     apart = evidence["max_abs_difference_from_ring"]
     text = AS_THE_RING if apart == 0 else APART_FROM_RING
+    if isinstance(apart, str):
+        text = RING_NOT_FINITE
     return text.format(apart=difference(apart), why=_other_order(evidence))
 
 
@@ -420,7 +441,9 @@ def verdicts(results: dict[int, dict[str, Any]]) -> list[str]:
     everywhere = [
         row["check"]
         for i, row in enumerate(next(iter(results.values()))["verdicts"])
-        if several and all(result["verdicts"][i]["holds"] for result in results.values())
+        if several
+        and all(result["verdicts"][i]["holds"] for result in results.values())
+        and not (row["check"] == "learning" and any(map(_has_more_to_say, results.values())))
     ]
     for check in everywhere:
         lines += wrapped(f"  holds  {check:<10} ", f"at N = {', '.join(map(str, results))}")
@@ -431,6 +454,12 @@ def verdicts(results: dict[int, dict[str, Any]]) -> list[str]:
             head = f"  {_HEADS[row['holds']]}  {row['check']:<10} "
             lines += wrapped(head, (f"N = {size}: " if several else "") + row["says"])
     return lines
+
+
+def _has_more_to_say(result: dict[str, Any]) -> bool:
+    """Return whether schemes that hold are not all the same, or skipped steps: the verdict says why."""
+    rows = result["learning"]["schemes"].values()
+    return any(row["same_as_first"] is False or row["skipped_steps"] for row in rows)
 
 
 def losses_so_far(losses: dict[str, list[float]]) -> list[str]:
@@ -555,6 +584,19 @@ def complain_of(wrong: Sequence[str]) -> bool:
     if said:
         complain(f"cannot be written: {said}")
     return bool(said)
+
+
+def finish(comm: Communicator, code: int, wrong: Sequence[str]) -> int:
+    """Say on rank 0 what went `wrong` with output; return the exit code for all. Collective.
+
+    Parameters
+    ----------
+    code : rank 0's, of what was done; where that is well, output that was lost makes it 2. wrong : what
+        `say` and `JsonFile.write` returned.
+    """
+    if comm.rank == 0 and complain_of(wrong):
+        code = code or 2
+    return int(comm.allgather_scalar(code, np.int64)[0])
 
 
 def complain(message: str) -> None:

@@ -1,21 +1,21 @@
 """Step schemes in lockstep on the same batches, and collect the evidence of both checks.
 
-Not for: arguments (cli.py), printing (report.py) or judging a single rank (checks.py).
+Not for: arguments (train.py), printing (report.py) or judging a single rank (checks.py).
 """
 
 import itertools
 import math
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from . import checks, formulas, parting
 from .certificate import Chain
 from .checks import Verdict
-from .comm import Communicator, SharedMistake
+from .comm import Communicator, OutOfStep, SharedMistake
 from .data import Data, MicroBatches
 from .engine import NotFinite
 from .injection import Fault
@@ -24,7 +24,7 @@ from .model import Model
 from .optim import Optimizer
 from .precision import Precision
 from .reducers import Reducer, Ring
-from .reference import ORDERS, Reference
+from .reference import OPTIMIZERS, ORDERS, Reference
 from .schemes import SCHEMES, Scheme
 from .training import Training
 
@@ -34,6 +34,8 @@ from .training import Training
 AUDIT_RESIDENT_BYTES = 1024
 AUDIT_PEAK_BYTES = 48 * 1024
 AUDIT_PEAK_BYTES_A_UNIT = 2048
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,11 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     ------
     SharedMistake : the ranks do not share the settings; NotFinite : a loss is not finite.
     """
+    if settings.check and settings.reference and not isinstance(settings.optimizer, OPTIMIZERS):
+        raise SharedMistake(
+            f"reference: expected Adam or SGD, which it has written out again, got "
+            f"{type(settings.optimizer).__name__}; it can be left out"
+        )
     hosts = comm.hosts()
     process = _Process()
     trained = [settings.build(S, comm) for S in schemes]
@@ -105,21 +112,13 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     with np.errstate(over="ignore", invalid="ignore"):
         for batches in settings.global_batches(comm):
             lockstep.step(batches)
-    for scheme in trained:
-        finite = comm.allgather_scalar(checks.owns_finite(scheme), np.uint8)
-        if not finite.all():
-            failure = NotFinite(
-                f"weights: expected finite numbers, got NaN or infinity on rank {int(np.argmin(finite))} "
-                f"after step {lockstep.steps} of {scheme.name}"
-            )
-            failure.losses = lockstep.losses
-            raise failure
+    lockstep.refuse_weights_not_finite()
     learning = lockstep.learning()
     memory = {s.key: _memory(s, lockstep.memory_faults.get(s.key, "")) for s in trained}
     traffic = {
         s.key: _traffic(s, lockstep.sent[s.key], lockstep.traffic_faults.get(s.key, "")) for s in trained
     }
-    verdicts = _learning_verdicts(learning, settings) if settings.check else []
+    verdicts = _learning_verdicts(learning, settings, comm.size) if settings.check else []
     verdicts.append(_fault_verdict("memory", "bytes held", memory))
     verdicts.append(_traffic_verdict(settings, traffic))
     result: dict[str, Any] = {"learning": learning, "memory": memory, "traffic": traffic}
@@ -145,30 +144,69 @@ def run_on(
     Returns
     -------
     the result of `run` on the ranks that took part; only its "verdicts" on the others.
+
+    Raises
+    ------
+    SharedMistake, NotFinite : as `run`, on all ranks of `comm`.
+    """
+    result = on_first(comm, size, lambda part: run(part, settings, schemes)) or {"verdicts": []}
+    return {**result, "verdicts": comm.allgather_object(result["verdicts"])[0]}
+
+
+def on_own_messages(comm: Communicator, work: Callable[[Communicator], Found]) -> Found:
+    """Do `work` on the same ranks with messages of its own, so that those of ranks that fell out of step stay
+    there. Collective.
+
+    Raises
+    ------
+    OutOfStep : ranks fell out of step; all raise the same, the words of one that saw who.
+    """
+    part = comm.split(0)
+    if part is None:
+        raise ValueError("a rank has no part")
+    try:
+        result = work(part)
+    except OutOfStep as error:
+        words = comm.allgather_object(str(error))
+        part.give_up()
+        raise OutOfStep(next((text for text in words if "different orders" in text), words[0])) from None
+    except (SharedMistake, NotFinite):
+        part.free()
+        raise
+    part.free()
+    return result
+
+
+def on_first(comm: Communicator, size: int, work: Callable[[Communicator], Found]) -> Found | None:
+    """Do `work` on the first `size` ranks of `comm` while the others sleep; return None on those. Collective.
+
+    Raises
+    ------
+    SharedMistake, NotFinite : what `work` raised, on all ranks of `comm`.
     """
     if size == comm.size:
-        return run(comm, settings, schemes)
+        return work(comm)
     part = comm.split(0 if comm.rank < size else None)
-    result: dict[str, Any] = {"verdicts": []}
+    result = None
     failure, words = "", ""
     losses: dict[str, list[float]] = {}
     with comm.root_works():
         if part is not None:
             try:
-                result = run(part, settings, schemes)
+                result = work(part)
             except (SharedMistake, NotFinite) as error:
                 # All that took part raise it; those that sleep have to be told.
                 failure, words = type(error).__name__, f"N = {size}: {error}"
                 losses = getattr(error, "losses", {})
             part.free()
-    failure, words, losses, verdicts = comm.allgather_object([failure, words, losses, result["verdicts"]])[0]
+    failure, words, losses = comm.allgather_object([failure, words, losses])[0]
     if failure == "NotFinite":
         reached = NotFinite(words)
         reached.losses = losses
         raise reached
     if failure:
         raise SharedMistake(words)
-    return {**result, "verdicts": verdicts}
+    return result
 
 
 class _Process:
@@ -238,6 +276,7 @@ class _Lockstep:
         # What each is compared with: the first of its family, one without a fault if there is one.
         self.partners: dict[str, Scheme] = {}
         self.rings: dict[str, Scheme] = {}
+        self.beside_ring = settings.check and settings.reducer is not Ring
         self.references: dict[str, Reference | None] = {}
         self.reference_partings: dict[str, dict[int, float]] = {}
         if not settings.check:
@@ -246,7 +285,7 @@ class _Lockstep:
             mine = family(type(scheme), settings.training)
             alike = [s for s in trained if family(type(s), settings.training) == mine]
             self.partners[scheme.key] = next((s for s in alike if s.key not in settings.faulty), alike[0])
-        if settings.reducer is not Ring:
+        if self.beside_ring:
             # The same training in the ring's order, to say how much another order changes.
             for scheme in dict.fromkeys(self.partners.values()):
                 self.rings[scheme.key] = settings.build(type(scheme), comm, Ring)
@@ -281,6 +320,7 @@ class _Lockstep:
                 self.losses[scheme.key].append(scheme.step(*mine))
             except NotFinite as error:
                 error.losses = {key: losses[: self.steps - 1] for key, losses in self.losses.items()}
+                error.chains = dict(self.chains)
                 raise
             self.norms[scheme.key].append(scheme.grad_norm)
             if scheme.skipped:
@@ -297,18 +337,24 @@ class _Lockstep:
                     faults[scheme.key] = f"step {self.steps}: {fault}"
         for scheme in self.trained if self.partners else ():
             partner = self.partners[scheme.key]
-            parting = checks.compare(scheme, partner)
-            if not parting.identical:
-                self.partings[scheme.key][self.steps] = max(parting.owned, parting.replica)
+            found = checks.compare(scheme, partner)
+            if not found.identical or not _same(self.losses[scheme.key][-1], self.losses[partner.key][-1]):
+                self.partings[scheme.key][self.steps] = max(found.owned, found.replica)
             if not checks.replicas_agree(scheme):
                 self.replica_steps[scheme.key].append(self.steps)
-            first = parting if partner is self.trained[0] else checks.compare(scheme, self.trained[0])
+            first = found if partner is self.trained[0] else checks.compare(scheme, self.trained[0])
             self.as_first[scheme.key] &= first.identical
-            if partner is not self.trained[0] or not parting.identical:
+            if partner is not self.trained[0] or not found.identical:
                 apart = checks.difference_of_weights(scheme, self.trained[0])
                 self.from_first[scheme.key] = max(self.from_first[scheme.key], apart)
-        for key, ring in self.rings.items():
-            ring.step(*mine)
+        for key, ring in list(self.rings.items()):
+            try:
+                ring.step(*mine)
+            except NotFinite:
+                # It measures a distance: what is asked for has not failed. All ranks are here alike.
+                del self.rings[key]
+                self.from_ring = math.inf
+                continue
             for scheme in self.trained:
                 if self.partners[scheme.key].key == key:
                     apart = checks.difference_of_weights(scheme, ring)
@@ -321,6 +367,18 @@ class _Lockstep:
         if self.settings.certificate_every and self.steps % self.settings.certificate_every == 0:
             self.certify()
 
+    def refuse_weights_not_finite(self) -> None:
+        """Raise NotFinite if a scheme ended with weights or moments that no loss has shown. Collective."""
+        for scheme in self.trained:
+            finite = self.comm.allgather_scalar(checks.owns_finite(scheme), np.uint8)
+            if not finite.all():
+                failure = NotFinite(
+                    f"weights: expected finite numbers, got NaN or infinity on rank {int(np.argmin(finite))} "
+                    f"after step {self.steps} of {scheme.name}"
+                )
+                failure.losses, failure.chains = self.losses, dict(self.chains)
+                raise failure
+
     def _look_closer(self, batches: Sequence[MicroBatches]) -> None:
         """Find out where and why schemes that have just parted did. Collective."""
         trouble = [
@@ -331,8 +389,8 @@ class _Lockstep:
         ]
         anywhere = self.comm.allgather_array(np.array(trouble, np.uint8)).max(axis=0)
         for scheme, parted in zip(self.trained, anywhere.tolist(), strict=True):
-            family = self.partners[scheme.key].key
-            if not parted or scheme.key in self.found or family not in self.references:
+            partner = self.partners[scheme.key].key
+            if not parted or scheme.key in self.found or partner not in self.references:
                 continue
             used = self.comm.allgather_scalar(checks.batch_digest(batches[self.comm.rank]), np.uint64)
             # Rank 0 draws every rank's batch.
@@ -341,7 +399,7 @@ class _Lockstep:
             seen = parting.observe(scheme, others)
             self.found[scheme.key] = None
             with self.comm.root_works():
-                reference = self.references[family]
+                reference = self.references[partner]
                 if seen is not None and reference is not None:
                     self.found[scheme.key] = parting.find(self.steps, seen, reference)
 
@@ -422,9 +480,10 @@ class _Lockstep:
             "steps": self.steps,
             "reducer": self.settings.reducer.name,
             "order": self.settings.reducer.order,
+            "grads_dtype": self.settings.precision.grads,
             "schemes": schemes,
             "max_abs_difference_from_ring": (
-                _finite_or_words(max(row["from_ring"] for row in rows)) if self.rings else None
+                _finite_or_words(max(row["from_ring"] for row in rows)) if self.beside_ring else None
             ),
             "reference": replays or None,
         }
@@ -453,7 +512,7 @@ def _parting_summary(found: dict[int, float], steps: int, compared: bool) -> dic
     }
 
 
-def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Verdict]:
+def _learning_verdicts(learning: dict[str, Any], settings: Settings, size: int) -> list[Verdict]:
     steps, schemes = learning["steps"], learning["schemes"]
     families: dict[str, list[dict[str, Any]]] = {}
     for row in schemes.values():
@@ -465,10 +524,18 @@ def _learning_verdicts(learning: dict[str, Any], settings: Settings) -> list[Ver
     ]
     each = "the step" if steps == 1 else f"each of {steps} steps"
     same = f"{len(schemes)} schemes hold the same bits after {each}, on every rank"
+    if len(schemes) == 1 and size == 1:
+        return [
+            Verdict("learning", None, "not compared: one scheme on one rank has nobody to differ from"),
+            *([_reference_verdict(learning, settings)] if settings.reference else []),
+        ]
     if len(schemes) == 1:
         same = f"all ranks hold the same bits after {each}"
     elif not all(row["same_as_first"] for row in schemes.values()):
         same = _families_words(learning, each, list(families.values()))
+    fewest = min(len(row["skipped_steps"]) for row in schemes.values())
+    if fewest == steps:
+        same += f". All {steps} were skipped: nothing was trained" if steps > 1 else ". It was skipped"
     if settings.reducer.order:
         verdicts = [Verdict("learning", not parted, "; ".join(parted) or same)]
     else:
@@ -499,7 +566,9 @@ def _families_words(learning: dict[str, Any], each: str, families: Sequence[Sequ
     replays = learning["reference"] or {}
     replayed = replays and all(replay["identical_steps"] == learning["steps"] for replay in replays.values())
     distance = f"Weights are apart by up to {apart:.3g}" if apart else "Gradients are apart, no weight is yet"
-    if len({tuple(step for step, _ in row["skipped_steps"]) for row in rows}) > 1:
+    if all(len(row["skipped_steps"]) == learning["steps"] for row in rows):
+        why = ", since every step was skipped. One adds up"
+    elif len({tuple(step for step, _ in row["skipped_steps"]) for row in rows}) > 1:
         why = ", since one skipped steps that the other did not. One adds up"
     elif replayed:
         why = ", by rounding: one adds up"
@@ -514,10 +583,11 @@ def _families_words(learning: dict[str, Any], each: str, families: Sequence[Sequ
 def _reference_verdict(learning: dict[str, Any], settings: Settings) -> Verdict:
     steps, replays = learning["steps"], learning["reference"]
     if replays is None:
-        return Verdict("reference", None, "not replayed: the library's order of summation is its own")
+        whose = "the library's order" if settings.reducer.held_to is None else "this reducer's order"
+        return Verdict("reference", None, f"not replayed: {whose} of summation is not known to it")
     parted = [
         f"the replay in one process parts from {learning['schemes'][key]['name']} in step "
-        f"{replay['first_difference_step']}, by up to {replay['max_abs_difference']}"
+        f"{replay['first_difference_step']}, {_by_how_much(replay['max_abs_difference'])}"
         for key, replay in replays.items()
         if replay["identical_steps"] != steps
     ]
@@ -526,6 +596,12 @@ def _reference_verdict(learning: dict[str, Any], settings: Settings) -> Verdict:
         f"the replay in one process, in the order of {settings.reducer.name}, gives the same bits in {every}"
     )
     return Verdict("reference", not parted, "; ".join(parted) or same)
+
+
+def _by_how_much(apart: float | str) -> str:
+    if isinstance(apart, str):
+        return f"by what is {apart}"
+    return f"by up to {apart:.3g}" if apart else "in what is no weight: loss, norm or copy"
 
 
 def _memory(scheme: Scheme, fault: str) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from .arguments import (
     loss_scale,
     positive_float,
     positive_int,
-    seed_int,
     sizes,
     units,
+    whole_from_0,
     widths,
 )
-from .comm import Communicator
+from .comm import Communicator, OutOfStep
 from .data import Batch, Data, FileRows, SeedStream, load_npz
 from .engine import NotFinite
 from .fit import batch_bytes, physical_bytes, refuse_what_cannot_fit
@@ -32,7 +32,7 @@ from .model import MLP
 from .optim import SGD, Adam, Optimizer
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
 from .reducers import REDUCERS, Ring
-from .run import Settings, family, run_on
+from .run import Settings, family, on_own_messages, run_on
 from .schemes import DP, SCHEMES, Scheme
 from .training import Schedule, Training
 
@@ -42,7 +42,7 @@ usage: mpiexec -n N python -m zero_mpi [options]
 Train one model as data parallel, ZeRO-1, ZeRO-2 and ZeRO-3 on MPI ranks; check
 that they learn the same bits, and count the bytes each holds and sends.
 
-what       --scheme all|dp|zero1|zero2|zero3; one runs beside dp [all]
+what       --scheme all|{schemes}; one runs beside dp [all]
            --dims W,W,... of the MLP [64,128,128,64]  --init-seed S [0]
 data       --batch ROWS, rank and micro-batch [8]     --seed S, shuffles too [7]
            --data FILE.npz, its rows x and y          --epochs E [1]
@@ -75,7 +75,8 @@ exit codes: 0 checks hold, 1 one fails, 2 a mistake in what was asked, 3 a crash
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    p = Parser(HELP, prog="python -m zero_mpi", usage="mpiexec -n N python -m zero_mpi [options]")
+    text = HELP.replace("{schemes}", "|".join(S.key for S in SCHEMES))
+    p = Parser(text, prog="python -m zero_mpi", usage="mpiexec -n N python -m zero_mpi [options]")
     p.add_argument("--scheme", default="all", choices=["all", *(S.key for S in SCHEMES)])
     p.add_argument("--dims", type=widths, default=(64, 128, 128, 64))
     p.add_argument("--steps", type=positive_int)
@@ -90,12 +91,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--weight-decay", type=positive_float)
     p.add_argument("--momentum", type=fraction)
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
-    p.add_argument("--warmup", type=seed_int, default=0)
+    p.add_argument("--warmup", type=whole_from_0, default=0)
     p.add_argument("--clip-norm", type=limit)
     p.add_argument("--loss-scale", type=loss_scale)
     p.add_argument("--freeze", type=units, default=())
-    p.add_argument("--seed", type=seed_int, default=7)
-    p.add_argument("--init-seed", type=seed_int, default=0)
+    p.add_argument("--seed", type=whole_from_0, default=7)
+    p.add_argument("--init-seed", type=whole_from_0, default=0)
     p.add_argument("--precision", choices=list(PRECISIONS), default="mixed")
     p.add_argument("--reduce-dtype", choices=WIRE_DTYPES, default="float32")
     p.add_argument("--grad-dtype", choices=WIRE_DTYPES)
@@ -171,14 +172,21 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
     failure = ""
     try:
         for size, plan in plans.items():
-            results[size] = run_on(comm, size, plan.settings, _schemes(args))
+            results[size] = _run(comm, args, size, plan.settings)
         if not args.sweep:
             evidence = results[comm.size]
     except NotFinite as error:
         failure = str(error)
-        evidence = {"failure": failure, "losses": error.losses}
+        evidence = {"failure": failure, "losses": error.losses, "certificate": error.chains or None}
+    except OutOfStep as error:
+        if not args.inject:
+            raise
+        failure = str(error)
+        evidence = {"failure": failure, "losses": {}}
     if args.sweep:
-        evidence["sweep"] = [{"ranks": n, "settings": plans[n].said, **results[n]} for n in results]
+        # A process keeps its peak from size to size: what the OS sees of it is of no one size.
+        found = {n: {k: v for k, v in result.items() if k != "process"} for n, result in results.items()}
+        evidence["sweep"] = [{"ranks": n, "settings": plans[n].said, **found[n]} for n in found]
     holds = all(v["holds"] is not False for result in results.values() for v in result["verdicts"])
     code = 0 if holds and not failure else 1
     if comm.rank == 0:
@@ -212,9 +220,14 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
             if lines and not args.quiet:
                 wrong.append(report.say(lines))
             report.complain(failure)
-        if report.complain_of(wrong):
-            code = code or 2
-    return int(comm.allgather_scalar(code, np.int64)[0])
+    return report.finish(comm, code, wrong)
+
+
+def _run(comm: Communicator, args: argparse.Namespace, size: int, settings: Settings) -> dict[str, Any]:
+    """Run on the first `size` ranks; a mistake made on purpose gets messages of its own. Collective."""
+    if not args.inject:
+        return run_on(comm, size, settings, _schemes(args))
+    return on_own_messages(comm, lambda part: run_on(part, size, settings, _schemes(args)))
 
 
 def _said_of_all(args: argparse.Namespace, plans: dict[int, "_Plan"]) -> dict[str, Any]:
@@ -223,7 +236,7 @@ def _said_of_all(args: argparse.Namespace, plans: dict[int, "_Plan"]) -> dict[st
     if len({(plan.said["dealt"], plan.said["steps"]) for plan in plans.values()}) == 1:
         return {**said, "data": ", ".join(filter(None, (said["data"], said["dealt"])))}
     each = (f"N = {n}: {plan.said['dealt']}" for n, plan in plans.items())
-    steps = ", ".join(str(plan.said["steps"]) for plan in plans.values())
+    steps = " or ".join(dict.fromkeys(str(plan.said["steps"]) for plan in plans.values()))
     training = _training_words(args, f"{steps} steps", plans[max(plans)].settings)
     return {**said, "data": "; ".join([said["data"], *each]), "training": training}
 
@@ -311,7 +324,9 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         keys = _asked(args)
         needs = {name: getattr(args, name) for name in ("accumulate", "clip_norm", "audit_memory")}
         check_makes_a_difference(FAULTS[args.inject], keys, size, steps, len(model.units), **needs)
-        if args.no_check and FAULTS[args.inject].check == "reference":
+        if args.freeze:
+            raise ValueError(f"--inject {args.inject}: expected all units trained, got --freeze")
+        if args.no_check and FAULTS[args.inject].check in ("learning", "reference"):
             raise ValueError(f"--inject {args.inject}: expected checks that can see it, got --no-check")
         if reducer is not Ring:
             raise ValueError(f"--inject {args.inject}: expected --reduction ring, got {args.reduction}")
@@ -345,7 +360,7 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         "data": text,
         "data_file": args.data,
         "dealt": dealt,
-        "epochs": args.epochs,
+        "epochs": data.epochs if isinstance(data, FileRows) else None,
         "last_batch": args.last_batch,
         "steps": steps,
         "batch": args.batch,
@@ -426,6 +441,8 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         stream = SeedStream(args.seed, args.batch, args.dims[0], args.dims[-1], args.accumulate)
         return stream, f"random normal, seed {args.seed}", "", steps
     (x, y), note = rows
+    if args.accumulate > len(x):
+        raise ValueError(f"--accumulate: expected at most the {len(x)} rows of --data, got {args.accumulate}")
     epochs = args.epochs or 1
     data = FileRows(
         x,
@@ -463,9 +480,10 @@ def _environment(comm: Communicator) -> dict[str, Any]:
     config: Any = np.show_config(mode="dicts")
     # A numpy built without BLAS has less to say.
     blas = config.get("Build Dependencies", {}).get("blas", {})
-    threads = next(
-        (os.environ[n] for n in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS") if n in os.environ), ""
-    )
+    name = blas.get("name", "unknown BLAS")
+    own = next((v for part, v in _THREADS_OF.items() if part in name.lower()), "OPENBLAS_NUM_THREADS")
+    set_to = [value for v in (own, "OMP_NUM_THREADS") if (value := os.environ.get(v, "")).isdigit()]
+    threads = set_to[0] if set_to else ""
     return {
         "zero_mpi": __version__,
         "ranks": comm.size,
@@ -473,9 +491,17 @@ def _environment(comm: Communicator) -> dict[str, Any]:
         "ranks_per_host": _runs([hosts.count(host) for host in dict.fromkeys(hosts)]),
         "mpi": comm.transport.describe(),
         "numpy": np.__version__,
-        "blas": f"{blas.get('name', 'unknown BLAS')} {blas.get('version', '')}".strip(),
+        "blas": f"{name} {blas.get('version', '')}".strip(),
         "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
     }
+
+
+# The variable that each BLAS reads before OpenMP's.
+_THREADS_OF = {
+    "mkl": "MKL_NUM_THREADS",
+    "blis": "BLIS_NUM_THREADS",
+    "accelerate": "VECLIB_MAXIMUM_THREADS",
+}
 
 
 def _runs(counts: list[int]) -> str:

@@ -6,6 +6,12 @@ Not for: doing it. The loop (engine.py) and the tools of schemes (schemes/base.p
 import math
 from dataclasses import dataclass, field
 
+# What float32, in which all is computed, holds of the numbers above 0.
+LEAST, MOST = 1e-45, 3.4e38
+
+# It is divided out again: what float32 holds must hold its inverse, too.
+SMALLEST_SCALE = 3e-39
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -27,10 +33,14 @@ class LossScale:
 
     def __post_init__(self) -> None:
         for name, value in (("initial", self.initial), ("floor", self.floor)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"loss scale, {name}: expected a finite number above 0, got {value}")
-        if self.growth_every < 1:
-            raise ValueError(f"loss scale, growth_every: expected at least 1, got {self.growth_every}")
+            if not SMALLEST_SCALE <= value <= MOST:
+                raise ValueError(
+                    f"loss scale, {name}: expected a number from {SMALLEST_SCALE} to {MOST}, got {value}"
+                )
+        if not isinstance(self.growth_every, int) or self.growth_every < 1:
+            raise ValueError(
+                f"loss scale, growth_every: expected a whole number of at least 1, got {self.growth_every}"
+            )
 
     def describe(self) -> str:
         """Return the words for it in a report."""
@@ -126,8 +136,14 @@ class Training:
     freeze: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.accumulate < 1:
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise ValueError(f"accumulate: expected at least 1 micro-batch, got {self.accumulate}")
+        for name, value, kind in (
+            ("loss_scale", self.loss_scale, LossScale),
+            ("schedule", self.schedule, Schedule),
+        ):
+            if not isinstance(value, kind) and not (name == "loss_scale" and value is None):
+                raise TypeError(f"{name}: expected a {kind.__name__}, got {type(value).__name__}")
         if self.reduce_every not in (None, "step", "micro-batch"):
             raise ValueError(f"reduce_every: expected step or micro-batch, got {self.reduce_every}")
         if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:

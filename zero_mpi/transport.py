@@ -184,7 +184,12 @@ class MPITransport:
         if _split:
             self._comm, self._ranks_per_core = mpi_comm, _ranks_per_core
         else:
-            self._comm, self._ranks_per_core = self._duplicate_of(mpi_comm or self._MPI.COMM_WORLD)
+            given = self._MPI.COMM_WORLD if mpi_comm is None else mpi_comm
+            if given == self._MPI.COMM_NULL:
+                raise ValueError("comm: expected a communicator that this rank is in, got COMM_NULL")
+            if given.Is_inter():
+                raise ValueError("comm: expected one group of ranks, got an intercommunicator")
+            self._comm, self._ranks_per_core = self._duplicate_of(given)
         self.rank: int = self._comm.Get_rank()
         self.size: int = self._comm.Get_size()
         self._status = self._MPI.Status()

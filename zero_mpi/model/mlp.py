@@ -32,6 +32,8 @@ class MLP:
             raise ValueError(f"dims: expected at least two widths, got {self._dims_text()}")
         if any(not isinstance(d, (int, np.integer)) or d < 1 for d in self.dims):
             raise ValueError(f"dims: expected positive integers, got {self._dims_text()}")
+        # Sizes of layers overflow numpy's narrower integers.
+        self.dims = tuple(map(int, self.dims))
 
     @property
     def units(self) -> tuple[int, ...]:

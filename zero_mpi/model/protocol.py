@@ -33,7 +33,10 @@ class Model(Protocol):
         """Yield the initial weights unit by unit, float32, shape (numel,): the same for the same seed."""
 
     def forward(self, u: int, params: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, Any]:
-        """Return the output of unit `u` and what its backward needs, which must not be a view of `params`."""
+        """Return the output of unit `u` and what its backward needs, which must not be a view of `params`.
+
+        Counted as activations are arrays, alone and in tuples, lists and dicts; not what another object has.
+        """
 
     def loss(self, y_hat: np.ndarray, y: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the loss and its gradient with respect to `y_hat`."""

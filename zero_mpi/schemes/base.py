@@ -18,7 +18,7 @@ from ..layout import Blocks
 from ..memory import Ledger
 from ..model import Model
 from ..optim import Adam, Optimizer
-from ..precision import Precision, all_finite, convert, describe, dtype_of, round_through
+from ..precision import Precision, all_finite, convert, describe, dtype_of, in_wide, round_through
 from ..reducers import Reducer, Ring
 from ..traffic import Traffic
 from ..training import ScaleState, Training
@@ -34,9 +34,9 @@ class Scheme:
     ----------
     model : what to train (model/protocol.py). It owns no parameters.
     comm : an mpi4py communicator, or a Communicator of ours, whose ranks are used with a count of bytes of
-        the scheme's own. None is the MPI world.
+        the scheme's own; it must live as long as the scheme. None is the MPI world.
     precision : "mixed" (float16 parameters and gradients), "bf16", "fp32", or a Precision.
-    optimizer : an element-wise optimizer (optim.py).
+    optimizer : an element-wise optimizer (optim.py). Ranks compare its `describe()`.
     training : how a step is made: micro-batches, clipping, loss scale, frozen units (training.py).
     init_seed : of the initial weights.
     reducer : builds the reducer from (communicator, ledger) (reducers.py).
@@ -60,7 +60,8 @@ class Scheme:
 
     Notes
     -----
-    Collective. All three bands are allocated here and live as long as the scheme.
+    Collective. All three bands are allocated here and live as long as the scheme. Schemes that share ranks
+    take their steps in the same order on every rank: messages say collective and unit, not whose they are.
     """
 
     name: str
@@ -82,7 +83,13 @@ class Scheme:
         self.model = model
         self.comm = comm.counted_apart() if isinstance(comm, Communicator) else Communicator(comm)
         self.ledger = Ledger()
-        self.precision = precision if isinstance(precision, Precision) else Precision.named(precision)
+        with self.comm.together():
+            # A host may lack the package of a dtype.
+            self.precision = precision if isinstance(precision, Precision) else Precision.named(precision)
+            self._params_dtype = dtype_of(self.precision.params)
+            self._grads_dtype = dtype_of(self.precision.grads)
+            self._reduce_dtype = dtype_of(self.precision.reduce)
+            self._gather_dtype = dtype_of(self.precision.gather)
         self.optimizer = Adam() if optimizer is None else optimizer
         self.training = Training() if training is None else training
         self.reducer = reducer(self.comm, self.ledger)
@@ -103,13 +110,13 @@ class Scheme:
         self.reduce_every = wanted or self.reduce_every
         # Whether a gradient is reduced once: then the sum over ranks is all there is to divide.
         self._reduced_once = self.training.accumulate == 1 or self.reduce_every == "step"
-        self._params_dtype = dtype_of(self.precision.params)
-        self._grads_dtype = dtype_of(self.precision.grads)
-        self._reduce_dtype = dtype_of(self.precision.reduce)
-        self._gather_dtype = dtype_of(self.precision.gather)
         self._local_gradients: dict[int, np.ndarray] = {}
         self._gathered: dict[int, np.ndarray] = {}
         with self.comm.together():
+            if model.n_params != sum(model.units):
+                raise ValueError(
+                    f"n_params: expected the sum of units, {sum(model.units)}, got {model.n_params}"
+                )
             self.training.check_units(len(model.units))
             self.trained = [u for u in self.units if u not in self.training.freeze]
             weights = self._allocate(init_seed)
@@ -118,7 +125,7 @@ class Scheme:
             model=model.describe(),
             units=model.units,
             precision=describe(self.precision),
-            optimizer=self.optimizer,
+            optimizer=f"{self.optimizer.describe()}, keeps {', '.join(self.optimizer.slots) or 'nothing'}",
             training=self.training,
             reducer=self.reducer.name,
             **{"initial weights": weights},
@@ -151,6 +158,11 @@ class Scheme:
         raise NotImplementedError
 
     # What a user calls.
+
+    def forget_transients(self) -> None:
+        """Drop what a step leaves that an error of the model has ended."""
+        self._local_gradients.clear()
+        self._gathered.clear()
 
     def step(self, *micro_batches: Batch | None) -> float:
         """Train on this rank's batch, or on its K micro-batches; return the mean loss over all rows before.
@@ -327,9 +339,7 @@ class Scheme:
         """
         # Rounded to the reduce dtype on the way, where that is another.
         mean = into if into.dtype == total.dtype else total
-        wide = np.float64 if total.dtype == np.float64 else np.float32
-        terms = self.comm.size * self.training.accumulate
-        np.divide(total, wide(terms), out=mean, dtype=wide, casting="unsafe")
+        in_wide(np.divide, total, self.comm.size * self.training.accumulate, mean)
         round_through(mean, mean, self._grads_dtype)
         if mean is not into:
             convert(mean, into)
@@ -425,7 +435,7 @@ class Scheme:
         slots = (("master",) if self.precision.master else ()) + tuple(self.optimizer.slots)
         initial = self.model.init(init_seed)
         for u in self.units:
-            theta = next(initial)
+            theta = _initial(next(initial, None), u, self.blocks[u].numel)
             fingerprint.update(theta.data)
             self.params.append(self._band("params", u, self._params_dtype, theta))
             trained = u in self.trained
@@ -475,8 +485,21 @@ class Scheme:
 
 def add_into(band: np.ndarray, gradient: np.ndarray) -> None:
     """Add `gradient` to `band`, both (n,), in the wider of their dtypes and float32; round to the band's."""
-    wide = np.float64 if np.float64 in (band.dtype, gradient.dtype) else np.float32
-    np.add(band, gradient, out=band, dtype=wide, casting="unsafe")
+    in_wide(np.add, band, gradient, band)
+
+
+def _initial(theta: Any, u: int, numel: int) -> np.ndarray:
+    """Return the initial weights of unit `u` if they are what a model has to yield."""
+    if not isinstance(theta, np.ndarray):
+        got = "no more" if theta is None else type(theta).__name__
+        raise TypeError(f"init: expected the weights of unit {u}, a numpy array, got {got}")
+    if theta.dtype != np.float32 or theta.shape != (numel,) or not theta.flags.c_contiguous:
+        how = "" if theta.flags.c_contiguous else "non-contiguous "
+        raise ValueError(
+            f"init: expected weights of unit {u} that are contiguous float32 of shape ({numel},), "
+            f"got {how}{theta.dtype} of shape {theta.shape}"
+        )
+    return theta
 
 
 def _as_it_is(total: np.ndarray) -> None:
