@@ -80,17 +80,18 @@ WRONG_LINKS = {
         "params of unit 0: expected 4 elements, got 5",
     ),
     "a list": (TypeError, 3, {"params": [[1, 2, 3, 4]]}, "params of unit 0: expected a numpy array or a dig"),
-    "bytes": (
+    "complex numbers": (
         TypeError,
         3,
-        {"params": [np.ones(4, np.uint8)]},
-        "array: expected elements of 2, 4 or 8 bytes",
+        {"params": [np.ones(4, np.complex128)]},
+        "array: expected elements of 1, 2, 4 or 8 bytes",
     ),
+    "half a step": (ValueError, 3.5, {"params": [np.ones(4, np.float32)]}, "step: expected a whole number"),
     "objects": (
         TypeError,
         3,
         {"params": [np.array([{}] * 4)]},
-        "array: expected elements of 2, 4 or 8 bytes",
+        "array: expected elements of 1, 2, 4 or 8 bytes",
     ),
 }
 
@@ -219,7 +220,8 @@ def test_a_plain_loop_in_numpy_has_the_certificate_of_data_parallel(tmp_path):
     certificate.write(tmp_path / "ours.json", certified(1, precision="fp32"), said)
     pairs = certificate.compare(*(certificate.read(tmp_path / name) for name in ("mine.json", "ours.json")))
     assert [(c.first, c.second, c.same_steps, c.steps) for c in pairs] == [("mine", "dp", 6, 6)]
-    assert pairs[0].cause == "" and pairs[0].not_compared == []
+    assert pairs[0].cause == ""
+    assert pairs[0].not_compared == ["zero1, zero2, zero3: chains that only one of them has"]
     assert [link.loss for link in chain.links[1:]] == [
         link.loss for link in certificate.read(tmp_path / "ours.json")["chains"]["dp"][1:]
     ]
@@ -505,3 +507,42 @@ class TestLaunched:
         job = finish(start([sys.executable, *MODULE, *argv]))
         assert job.code == 2 and len(job.complaints) == 1 and words in job.complaints[0]
         assert list(tmp_path.iterdir()) == []
+
+
+def test_labels_of_other_rows_are_other_data():
+    x, y = numbers(40).reshape(8, 5), numbers(16).reshape(8, 2)
+    order = np.random.default_rng(1).permutation(8)
+    assert rows_digest(x, y) == rows_digest(x[order], y[order])
+    swapped = x.copy()
+    swapped[[0, 1], 0] = swapped[[1, 0], 0]
+    others = [(x, y[::-1]), (x, np.roll(y, 1, 0)), (swapped, y), (x[:, ::-1], y)]
+    assert len({rows_digest(*rows) for rows in [(x, y), *others]}) == 5
+
+
+def test_images_of_bytes_have_a_digest():
+    x = np.arange(24, dtype=np.uint8).reshape(4, 6)
+    assert rows_digest(x) == rows_digest(x[::-1]) != rows_digest(x + 1)
+
+
+def test_numbers_of_numpy_are_written_and_what_is_none_leaves_no_file(tmp_path):
+    chain = Chain(units=[np.prod((2, 3))])
+    chain.append(0, params=[numbers(6)])
+    certificate.write(tmp_path / "a.json", {"a": chain}, {})
+    assert certificate.read(tmp_path / "a.json")["settings"]["unit_numels"] == [6]
+    with pytest.raises(TypeError):
+        certificate.write(tmp_path / "b.json", {"a": chain}, {"object": object()})
+    assert not (tmp_path / "b.json").exists()
+
+
+def test_schemes_and_other_rows_are_causes_of_their_own(tmp_path, capsys):
+    """Schemes that part by when they reduce, and numbers of ranks that see other rows."""
+
+    def text(differ, **changes):
+        parted = certificate.Comparison("a", "b", 1, 2, 1, "gradient", 0, "unknown", [])._replace(**changes)
+        return " ".join(" ".join(compare.lines("A", "B", [parted], differ)).split())
+
+    assert "another scheme may add micro-batches up" in text([("scheme", "zero1", "zero3")])
+    assert "Nothing in the settings explains it. Digests show no element" in text([("steps", 1, 2)])
+    data = {"phase": "data", "unit": None, "cause": "different data"}
+    said = text([("ranks", 2, 3), ("accumulate", 1, 2), ("precision", "mixed", "fp32")], **data)
+    assert "takes other rows in a step" in said and "sums differently" not in said and "at rest" not in said

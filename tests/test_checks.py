@@ -1,14 +1,21 @@
 """The checks one by one: what each must see, on which rank, and what it must not take for another thing."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from helpers import M, failing, run_with, says, settings
 from threadworld import run_ranks
 
 from zero_mpi import checks, engine, formulas
+from zero_mpi.comm import SharedMistake
+from zero_mpi.data import SeedStream
+from zero_mpi.model import MLP
+from zero_mpi.optim import SGD
+from zero_mpi.precision import Precision
 from zero_mpi.reference import Reference
 from zero_mpi.run import run
-from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO3
+from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO2, ZeRO3
 
 
 def test_same_bits_is_about_bits():
@@ -247,3 +254,150 @@ def test_a_job_on_several_hosts_says_so(monkeypatch):
         False,
         True,
     ]
+
+
+def test_a_nan_behind_the_first_piece_is_a_difference_too():
+    a, b = np.zeros(70_000, np.float32), np.zeros(70_000, np.float32)
+    b[-1] = np.nan
+    assert checks.largest_difference(a, b) == np.inf
+    # Of 16-bit numbers the difference may be none.
+    assert checks.largest_difference(np.float16([60000.0]), np.float16([-60000.0])) == 120000.0
+
+
+def test_losses_that_part_fail_learning(monkeypatch):
+    class Boasting(ZeRO2):
+        def step(self, *micro_batches):
+            return super().step(*micro_batches) - 1e-3
+
+    monkeypatch.setitem(SCHEMES, Boasting, SCHEMES[ZeRO2])
+    result = run_with([DP, Boasting])
+    assert failing(result) == ["learning"]
+
+
+def test_one_scheme_on_one_rank_is_compared_with_nobody():
+    (verdict,) = [v for v in run_with([DP], size=1)["verdicts"] if v["check"] == "learning"]
+    assert verdict["holds"] is None and "nobody to differ from" in verdict["says"]
+    assert failing(run_with([ZeRO2], size=2)) == []
+
+
+def test_the_replay_refuses_an_optimizer_it_does_not_know_before_anybody_waits():
+    class Other(SGD):
+        """Known by descent."""
+
+    class Sign:
+        slots, lr, weight_decay = (), 0.01, 0.0
+
+        def describe(self):
+            return "sign lr 0.01"
+
+        def scratch_numel(self, numel):
+            return numel
+
+        def update(self, theta, grad, state, step, *, scale=1.0, lr=None, decay=True, scratch=None):
+            theta -= np.float32(self.lr if lr is None else lr) * np.sign(grad).astype(np.float32)
+
+    assert failing(run_with(optimizer=Other())) == []
+    with pytest.raises(
+        SharedMistake, match="^reference: expected Adam or SGD, .*, got Sign; it can be left out"
+    ):
+        run_with(optimizer=Sign())
+    # A plain class, compared between ranks by what it says of itself.
+    assert failing(run_with(optimizer=Sign(), reference=False)) == []
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"init": staticmethod(lambda seed: iter([np.zeros(40, np.float32)]))},
+            "expected the weights of unit 1, .*, got no more",
+        ),
+        (
+            {"init": staticmethod(lambda seed: iter([np.zeros(80, np.float32)] * 2))},
+            r"shape \(40,\), got float32 of shape \(80,\)",
+        ),
+        ({"init": staticmethod(lambda seed: iter([np.zeros(40)] * 2))}, "contiguous float32 .*, got float64"),
+        (
+            {"init": staticmethod(lambda seed: iter([np.zeros(80, np.float32)[::2]] * 2))},
+            "got non-contiguous float32",
+        ),
+        ({"n_params": property(lambda self: 59)}, "^n_params: expected the sum of units, 58, got 59"),
+    ],
+)
+@pytest.mark.parametrize("S", [DP, ZeRO3])
+def test_a_model_that_is_none_is_refused_by_all_alike(S, change, words):
+    class Wrong(MLP):
+        pass
+
+    for name, value in change.items():
+        setattr(Wrong, name, value)
+    with pytest.raises(SharedMistake, match=words):
+        run_ranks(3, lambda comm: S(Wrong((7, 5, 3)), comm))
+
+
+def test_a_precision_that_one_rank_cannot_have_is_said_by_all():
+    with pytest.raises(SharedMistake, match="^precision: expected one of"):
+        run_ranks(3, lambda comm: DP(M, comm, precision="fp16" if comm.rank == 1 else "mixed"))
+    with pytest.raises(ValueError, match="^grads dtype: expected float32 or 16 bits at rest, got float64"):
+        Precision("own", "float32", "float64", "float64", "float32")
+
+
+class Fragile(MLP):
+    """Fails in backward when it is told to."""
+
+    broken = False
+
+    def backward(self, u, params, saved, dy, out):
+        if self.broken and u == 0:
+            raise KeyError("backward")
+        return super().backward(u, params, saved, dy, out)
+
+
+@pytest.mark.parametrize("S", [DP, ZeRO1, ZeRO2, ZeRO3])
+def test_a_step_after_an_error_of_the_model_has_no_more_alive_than_any(S):
+    def work(comm):
+        peaks = []
+        for breaks in (False, True):
+            model = Fragile((7, 5, 3))
+            scheme = S(model, comm)
+            batch = next(SeedStream(7, 4, 7, 3).global_batches(comm.size))[comm.rank][0]
+            model.broken = breaks
+            with pytest.raises(KeyError) if breaks else contextlib.nullcontext():
+                scheme.step(batch)
+            model.broken = False
+            scheme.ledger.reset_peaks()
+            scheme.step(batch)
+            peaks.append(scheme.ledger.transient_peaks())
+            assert scheme.ledger.transient_bytes == 0
+        assert peaks[0] == peaks[1]
+
+    run_ranks(3, work)
+
+
+def test_activations_in_a_dict_are_counted_too():
+    class Saves(MLP):
+        def forward(self, u, params, x):
+            y, saved = super().forward(u, params, x)
+            return y, {"ends": saved}
+
+        def backward(self, u, params, saved, dy, out):
+            return super().backward(u, params, saved["ends"], dy, out)
+
+    def peak(model):
+        def work(comm):
+            scheme = DP(model, comm)
+            scheme.step(next(SeedStream(7, 4, 7, 3).global_batches(comm.size))[comm.rank][0])
+            return scheme.ledger.peak_bytes("activations")
+
+        return run_ranks(2, work)
+
+    assert peak(Saves((7, 5, 3))) == peak(MLP((7, 5, 3)))
+
+
+def test_a_batch_that_is_no_pair_is_named():
+    def work(comm):
+        x, _ = next(SeedStream(7, 4, 7, 3).global_batches(1))[0][0]
+        DP(M, comm).step(x)
+
+    with pytest.raises(TypeError, match=r"^batch: expected a pair \(x, y\), got ndarray"):
+        run_ranks(1, work)

@@ -91,6 +91,49 @@ ROWS = {
     "a rate in words": floating("fast"),
     "a rate beyond float64": floating("1e400"),
     "a rate with an underscore": floating("1_0"),
+    "a rate in another script": floating("٠.١"),
+    "a rate beyond float32": Row(
+        ("--lr", "1e39"), "argument --lr: expected a number from 1e-45 to 3.4e+38, got '1e39'"
+    ),
+    "a rate below float32": Row(("--lr", "1e-300"), "argument --lr: expected a number from 1e-45 to 3.4e+38"),
+    "a loss scale without an inverse": Row(
+        ("--loss-scale", "1e-45"), "argument --loss-scale: expected dynamic, none or a number from 3e-39 to"
+    ),
+    "a momentum with an underscore": Row(
+        ("--optimizer", "sgd", "--momentum", "0.9_9"),
+        "argument --momentum: expected a number from 0 to below 1, got '0.9_9'",
+    ),
+    "a file without a name": Row(("--data", ""), "data: expected an .npz file, got an empty name"),
+    "more micro-batches than rows": Row(
+        (
+            "--data",
+            "@/four.npz",
+            "--dims",
+            "3,2",
+            "--batch",
+            "1",
+            "--accumulate",
+            "5",
+            "--last-batch",
+            "keep",
+        ),
+        "--accumulate: expected at most the 4 rows of --data, got 5",
+    ),
+    "a fault beside frozen units": Row(
+        ("--inject", "nan", "--freeze", "1"), "--inject nan: expected all units trained, got --freeze"
+    ),
+    "a fault that only learning shows": Row(
+        ("--inject", "stale-gradient", "--no-check"), "expected checks that can see it, got --no-check"
+    ),
+    "ranks out of step on purpose": Row(
+        ("--inject", "unit-order", "--quiet"), "ranks hand units over in different orders: rank ", 1
+    ),
+    "a NaN in a comparison of orders, on two of three ranks": Row(
+        ("orders", "--dims", "7,5,3", "--steps", "10"),
+        "N = 2: loss: expected a finite number, got nan on rank 1 in step ",
+        1,
+        "NaN on rank 1",
+    ),
     "a negative seed": number("--seed", "-1", least=0),
     "a huge seed": number("--seed", BIG, least=0),
     "an initial seed in words": number("--init-seed", "x", least=0),
@@ -264,10 +307,10 @@ ROWS = {
         ("--json", "@/new.json", "--quiet"), "new.json: No space left on device", patch="disk full"
     ),
     "a rate that overflows": Row(
-        ("--lr", "1e39", "--precision", "fp32"), "loss: expected a finite number, got nan on rank 0", 1
+        ("--lr", "3e38", "--precision", "fp32"), "loss: expected a finite number, got nan on rank 0", 1
     ),
     "weights that overflow in the last step": Row(
-        ("--lr", "1e39", "--precision", "fp32", "--steps", "1"),
+        ("--lr", "3e38", "--precision", "mixed", "--steps", "1"),
         "weights: expected finite numbers, got NaN",
         1,
     ),

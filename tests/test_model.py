@@ -61,3 +61,10 @@ def test_loss_is_the_mean_over_all_elements():
 def test_impossible_widths_are_refused(dims):
     with pytest.raises(ValueError, match="^dims: expected"):
         MLP(dims)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int64])
+def test_widths_of_numpys_integers_do_not_overflow(dtype):
+    assert MLP(np.array([200, 250, 3], dtype)).units == (200 * 250 + 250, 753)
+    assert MLP(np.array([50_000, 50_000], np.int32)).units == (2_500_050_000,)
+    assert {type(d) for d in MLP(np.array([2, 3], dtype)).dims} == {int}

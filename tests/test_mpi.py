@@ -236,3 +236,20 @@ def test_audit_finds_nothing_outside_the_ledger_in_any_scheme(comm):
         assert all(verdict["holds"] for verdict in result["verdicts"]), result["verdicts"]
         for row in result["audit"].values():
             assert all(rank["resident_outside_bytes"] <= 1024 for rank in row["ranks"])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_are_in_no_communicator_or_in_two_groups_are_refused():
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    with pytest.raises(
+        ValueError, match="^comm: expected a communicator that this rank is in, got COMM_NULL"
+    ):
+        Communicator(MPI.COMM_NULL)
+    half = world.Split(int(world.rank > 0))
+    both = half.Create_intercomm(0, world, 1 if world.rank == 0 else 0)
+    with pytest.raises(ValueError, match="^comm: expected one group of ranks, got an intercommunicator"):
+        Communicator(both)
+    both.Free()
+    half.Free()

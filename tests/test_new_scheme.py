@@ -11,8 +11,9 @@ import pytest
 from helpers import failing, run_with, settings
 from threadworld import run_ranks
 
-from zero_mpi import formulas
+from zero_mpi import faults, formulas, train
 from zero_mpi.data import SeedStream
+from zero_mpi.injection import FAULTS
 from zero_mpi.model import MLP
 from zero_mpi.optim import SGD
 from zero_mpi.run import run
@@ -97,3 +98,23 @@ def test_a_claim_that_is_wrong_fails_memory(monkeypatch):
     monkeypatch.setitem(SCHEMES, GradientsAlone, CLAIM._replace(sharded=("grads", "optimizer")))
     assert failing(run_with(size=3)) == ["memory"]
     assert np.isfinite(run_with(size=3)["learning"]["schemes"]["zerog"]["final_loss"])
+
+
+def test_faults_can_be_made_in_it_too(monkeypatch, capsys):
+    # As where it is registered before the faults are.
+    everywhere = FAULTS["send-twice"]._replace(schemes=tuple(S.key for S in SCHEMES))
+    monkeypatch.setitem(FAULTS, "send-twice", everywhere)
+    codes = run_ranks(2, lambda comm: faults.main(comm, ["--only", "send-twice"]))
+    out = capsys.readouterr().out
+    assert codes == [0, 0] and "5 of 5 caught" in out
+    assert "under: D data parallel, 1 ZeRO-1, 2 ZeRO-2, 3 ZeRO-3, G ZeRO-G." in " ".join(out.split())
+    assert "--scheme all|dp|zero1|zero2|zero3|zerog;" in train.parser().format_help()
+
+
+def test_two_schemes_whose_names_end_alike_have_letters_of_their_own(monkeypatch):
+    class Other(GradientsAlone):
+        name = "Other-3"
+
+    monkeypatch.setitem(SCHEMES, Other, CLAIM)
+    letters = list(faults._letters().values())
+    assert letters == ["D", "1", "2", "3", "G", "(5)"]

@@ -795,3 +795,20 @@ def test_a_stale_16_bit_shard_of_zero3_is_found_where_its_master_is_right():
 def test_every_class_is_provoked_above():
     text = Path(__file__).read_text()
     assert all(f'"{name}"' in text for name in parting.CLASSES)
+
+
+def test_terms_that_are_multiples_of_each_other_name_no_cause():
+    """A sum without one is then the whole times a number, which is what any other factor is, too."""
+    columns = np.outer([1.0, -2.0, 0.5], [1.0, 2.0, 4.0])
+    named, rounding = [(0, 0), (0, 1), (0, 2)], (1e-7, 0.0)
+
+    def found(target):
+        return [cause for cause, _ in parting._explained(columns, target, named, rounding)]
+
+    assert found(columns[:, 1:].sum(axis=1)) == found(columns[:, 0] * 3) == ["unknown"]
+    assert found(columns.sum(axis=1) + columns[:, 2]) == ["unknown"]
+    assert found(columns.sum(axis=1) * 0.37) == ["divisor or scale"]
+    other = np.random.default_rng(1).standard_normal((3, 3))
+    assert [c for c, _ in parting._explained(other, other[:, 1:].sum(axis=1), named, rounding)] == [
+        "missing contribution"
+    ]

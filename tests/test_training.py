@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers import settings
+from helpers import failing, run_with, says, settings
 from models import Prepared, TinyUnits
 from threadworld import run_ranks
 
@@ -772,3 +772,39 @@ def test_the_naive_sum_fails_traffic_with_both_numbers():
     (verdict,) = [v for v in result["verdicts"] if v["check"] == "traffic"]
     # Rank 0 sends 58 float32 elements to both others, where the ring sends all blocks but its own: 38.
     assert "data parallel, rank 0: step 1: reduce-scatter: sent 464 B, formula 152 B" in verdict["says"]
+
+
+# What is said where no weight changed, or where sizes do not hold the same.
+
+
+def test_steps_that_were_all_skipped_are_no_training():
+    base = {"training": Training(loss_scale=LossScale(3e38, dynamic=False)), "precision": "mixed"}
+    result, _ = learning_of(2, **base, steps=3)
+    assert "All 3 were skipped: nothing was trained" in says(result, "learning")
+
+
+class Overflowing:
+    """Gradients of one bias, of ranks 0, 1, 2: big, minus big, big. In float16 the ring adds two big ones."""
+
+    def fingerprint(self):
+        return ""
+
+    def global_batches(self, size):
+        while True:
+            yield [((np.zeros((1, 1), np.float32), np.float32([[s * 20000.0]])),) for s in (-1, 1, -1)[:size]]
+
+
+def test_a_ring_that_overflows_beside_another_order_fails_nothing():
+    base = {
+        "model": MLP((1, 1)),
+        "data": Overflowing(),
+        "precision": "fp32",
+        "reduce": "float16",
+        "steps": 1,
+        "reducer": REDUCERS["rank-order"],
+    }
+    result = run_with(**base)
+    assert failing(result) == [] and result["learning"]["max_abs_difference_from_ring"] == "not finite"
+    assert "ends in a sum that is not finite" in report.from_ring(result["learning"])
+    with pytest.raises(NotFinite, match="summed on rank"):
+        run_with(**{**base, "reducer": REDUCERS["ring"]})

@@ -216,7 +216,8 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
 def lines(args: argparse.Namespace, results: dict[int, list[Row]]) -> list[str]:
     """Return the tables, one block for each number of ranks."""
     dims = ",".join(map(str, args.dims))
-    out = [f"Orders of summation: MLP {dims}, float32, {report.counted(args.steps, 'step')}, data parallel"]
+    steps_said = report.counted(args.steps, "step")
+    out = report.wrapped("", f"Orders of summation: MLP {dims}, float32, {steps_said}, data parallel")
     for size, rows in results.items():
         steps = list(rows[0].distances)
         out += ["", f"{size} ranks: the gradient of step 1, in elements that differ and in ULP"]

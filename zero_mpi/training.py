@@ -39,7 +39,7 @@ class LossScale:
                 )
         if not isinstance(self.growth_every, int) or self.growth_every < 1:
             raise ValueError(
-                f"loss scale, growth_every: expected a whole number of at least 1, got {self.growth_every}"
+                f"loss scale, growth_every: expected at least 1 whole step, got {self.growth_every}"
             )
 
     def describe(self) -> str:
