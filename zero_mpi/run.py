@@ -99,7 +99,8 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
     ------
     SharedMistake : the ranks do not share the settings; NotFinite : a loss is not finite.
     """
-    if settings.check and settings.reference and not isinstance(settings.optimizer, OPTIMIZERS):
+    replayed = settings.check and settings.reference and settings.reducer.name in ORDERS
+    if replayed and not isinstance(settings.optimizer, OPTIMIZERS):
         raise SharedMistake(
             f"reference: expected Adam or SGD, which it has written out again, got "
             f"{type(settings.optimizer).__name__}; it can be left out"
