@@ -293,7 +293,9 @@ class MPITransport:
         MPI, comm, status = self._MPI, self._comm, self._status
         while comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             nobodys = [bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE]
-            comm.Recv(nobodys, status.Get_source(), status.Get_tag())
+            # Its sender has given it up, and the memory it was in may be gone.
+            with suppress(MPI.Exception):
+                comm.Recv(nobodys, status.Get_source(), status.Get_tag())
 
     def split(self, color: int | None, key: int) -> "MPITransport | None":
         comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)
