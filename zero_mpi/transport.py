@@ -200,7 +200,7 @@ class MPITransport:
         self._patience_s = PATIENCE_S / self._ranks_per_core
         self.defers_sends = self._ranks_per_core > 1
         self._deferred: list | None = None
-        # A message too long for its buffer Open MPI (5.0.11 on one host) writes on behind its end, and only then
+        # A message too long for its buffer Open MPI (5.0.11 on one host) writes on behind its end before it
         # reports the error: there each is looked at before it is received.
         self._probes = self._MPI.get_vendor()[0] == "Open MPI"
 
