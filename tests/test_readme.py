@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, finish, mpiexec, start
@@ -36,6 +37,25 @@ def test_commands_of_the_readme_run(tmp_path, block):
         job = finish(start(words, cwd=tmp_path))
         assert job.code == 0, job.err
         assert "FAILS" not in job.out and "ESCAPED" not in job.out
+
+
+@pytest.mark.launches
+def test_the_cluster_script_runs(tmp_path):
+    script = next(text for kind, text in BLOCKS if kind == "bash")
+    other = re.search("launcher: (mpiexec .*)", script)[1]
+    activate = tmp_path / "zero_mpi-env" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    activate.write_text(f"PATH={Path(sys.executable).parent}:{Path(mpiexec()).parent}:$PATH\n")
+    # What a cluster has and this machine may not: modules and Slurm.
+    cluster = tmp_path / "cluster"
+    cluster.write_text(
+        'module() { [ "$1" = load ]; }\n'
+        'srun() { while [[ $1 == --* ]]; do shift; done; mpiexec -n 4 "$@"; }\n'
+    )
+    words = ["bash", "-ec", f"{script}{other}"]
+    job = finish(start(words, cwd=tmp_path, HOME=str(tmp_path), BASH_ENV=str(cluster)))
+    assert job.code == 0, job.err
+    assert "on 4 ranks" in job.out and "on 16 ranks" in job.out and (tmp_path / "out.json").exists()
 
 
 @pytest.mark.launches

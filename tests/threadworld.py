@@ -57,9 +57,10 @@ class ThreadTransport:
         boxes.update({(i, mine): came[r][2] for i, r in enumerate(members)})
         return ThreadTransport(mine, len(members), boxes, self._broken)
 
-    def drop(self):
-        for source in range(self.size):
-            self._boxes[source, self.rank].queue.clear()
+    def drop(self, last, sources):
+        for source in sources:
+            while self._take(self._boxes[source, self.rank])[0] != last:
+                pass
 
     def free(self):
         pass

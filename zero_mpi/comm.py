@@ -103,6 +103,8 @@ class Communicator:
         # Of each label met so far, and the one that messages are sent under now.
         self._known: dict[tuple, _Collective] = {}
         self._now = self._outside = _Collective(self, "point-to-point", "model")
+        # Ranks whose warning that ranks are out of step has come.
+        self._warned_by: set[int] = set()
 
     # The one place where bytes go out, come in and are counted.
 
@@ -202,6 +204,7 @@ class Communicator:
         # The others would wait for this rank for ever.
         self.transport.warn(_OUT_OF_STEP)
         if came_tag == _OUT_OF_STEP:
+            self._warned_by.add(source)
             raise OutOfStep(f"rank {self.rank} stopped in {mine}: rank {source} found ranks out of step")
         if mine != theirs:
             raise OutOfStep(
@@ -476,7 +479,9 @@ class Communicator:
 
     def counted_apart(self) -> "Communicator":
         """Return the same ranks and messages with labels and counts of their own. Local."""
-        return Communicator(self.transport, max_message_bytes=self.max_message_bytes)
+        apart = Communicator(self.transport, max_message_bytes=self.max_message_bytes)
+        apart._warned_by = self._warned_by
+        return apart
 
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":
         """Return a communicator of the ranks with the same `color`, ordered by `key`; None for no colour.
@@ -493,12 +498,15 @@ class Communicator:
         self.transport.free()
 
     def give_up(self) -> None:
-        """Leave ranks that are out of step, once all know it: receive what came for nobody. Local.
+        """Leave ranks that are out of step, once each has raised OutOfStep. Collective.
 
-        Some MPI libraries complain of such messages when they end. Not freed: one that comes later would be
-        met by the next communicator that gets this one's number.
+        Receives what came for nobody, up to each rank's warning, its last message: some MPI libraries
+        complain of such messages when they end, and the next communicator with this one's number would meet
+        them. Then frees.
         """
-        self.transport.drop()
+        unheard = set(range(self.size)) - {self.rank} - self._warned_by
+        self.transport.drop(_OUT_OF_STEP, unheard)
+        self.free()
 
     def abort(self, code: int = 1) -> None:
         """End the whole job in seconds, whatever the other ranks wait for."""

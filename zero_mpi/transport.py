@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -58,8 +58,8 @@ class Transport(Protocol):
     def warn(self, tag: int) -> None:
         """Send every other rank an empty message with `tag`, and wait for none of them."""
 
-    def drop(self) -> None:
-        """Receive all that has come and nobody asked for. Local."""
+    def drop(self, last: int, sources: Iterable[int]) -> None:
+        """Receive what comes from each of `sources` and nobody asked for, up to a message with tag `last`."""
 
     def split(self, color: int | None, key: int) -> "Transport | None":
         """Return the ranks of the same colour, ordered by key. Collective."""
@@ -319,13 +319,17 @@ class MPITransport:
         others = (rank for rank in range(self.size) if rank != self.rank)
         self._warnings = [self._comm.Isend(nothing, rank, tag) for rank in others]
 
-    def drop(self) -> None:
+    def drop(self, last: int, sources: Iterable[int]) -> None:
         MPI, comm, status = self._MPI, self._comm, self._status
-        while comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            nobodys = [bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE]
-            # Its sender has given it up, and the memory it was in may be gone.
-            with suppress(MPI.Exception):
-                comm.Recv(nobodys, status.Get_source(), status.Get_tag())
+        for source in sources:
+            came = None
+            while came != last:
+                self._until(comm.Iprobe, source, MPI.ANY_TAG, status)
+                came = status.Get_tag()
+                nobodys = [bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE]
+                # Its sender has given it up, and the memory it was in may be gone.
+                with suppress(MPI.Exception):
+                    comm.Recv(nobodys, source, came)
 
     def split(self, color: int | None, key: int) -> "MPITransport | None":
         comm = self._comm.Split(self._MPI.UNDEFINED if color is None else color, key)
