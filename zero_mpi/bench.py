@@ -154,9 +154,10 @@ class _Uncounted(Communicator):
         if send.nbytes > self.max_message_bytes or in_bytes > self.max_message_bytes:
             self._exchange_in_pieces(send, dest, receive, source)
             return
-        came = self.transport.exchange(send, dest, self._now.tag, receive, source)
-        if source is not None and came != (self._now.tag, in_bytes):
-            self._refuse_message(source, *came, in_bytes)
+        expected = self._now.tag
+        tag, length = self.transport.exchange(send, dest, expected, receive, source)
+        if source is not None and (length != in_bytes or tag != expected):
+            self._refuse_message(source, tag, length, in_bytes)
 
 
 def in_turn(

@@ -127,9 +127,9 @@ class Communicator:
         now = self._now
         out_bytes, in_bytes = send.nbytes, receive.nbytes
         if out_bytes <= self.max_message_bytes and in_bytes <= self.max_message_bytes:
-            came = self.transport.exchange(send, dest, now.tag, receive, source)
-            if source is not None and came != (now.tag, in_bytes):
-                self._refuse_message(source, *came, in_bytes)
+            tag, length = self.transport.exchange(send, dest, now.tag, receive, source)
+            if source is not None and (length != in_bytes or tag != now.tag):
+                self._refuse_message(source, tag, length, in_bytes)
             out_messages = in_messages = 1
         else:
             out_messages, in_messages = self._exchange_in_pieces(send, dest, receive, source)

@@ -211,8 +211,7 @@ class MPITransport:
         MPI, status = self._MPI, self._status
         to = MPI.PROC_NULL if dest is None else dest
         of = MPI.PROC_NULL if source is None else source
-        if send.dtype.kind == "V" or receive.dtype.kind == "V":
-            send, receive = _plain(send), _plain(receive)
+        # Told to be bytes, they may be of dtypes that are none to MPI, such as bfloat16.
         outgoing, incoming = [send, MPI.BYTE], [receive, MPI.BYTE]
         if self._probes:
             return self._exchange_probed(outgoing, to, tag, incoming, of)
@@ -302,7 +301,7 @@ class MPITransport:
         if name == "all-gather":
             by_size = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            blocks = [_plain(x), sizes, starts, by_size[x.itemsize]]
+            blocks = [x, sizes, starts, by_size[x.itemsize]]
             return lambda: comm.Allgatherv(MPI.IN_PLACE, blocks)
         of_dtype = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE}[x.dtype.name]
         whole, part = [x, of_dtype], [own, of_dtype]
@@ -375,8 +374,3 @@ def _ranks_per_core_of(host: Any) -> float:
     ranks_per_core: float = host.Get_size() / len(cores)
     host.Free()
     return ranks_per_core
-
-
-def _plain(array: np.ndarray) -> np.ndarray:
-    """Return `array` as a buffer that MPI takes: bfloat16 is no type of Python's buffer protocol."""
-    return array.view(np.uint8) if array.dtype.kind == "V" else array
