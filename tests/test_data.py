@@ -175,3 +175,12 @@ def test_files_that_are_no_npz_are_named(tmp_path, words):
     with pytest.raises(ValueError) as caught:
         load_npz(path, 64, 10)
     assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_fingerprints_differ_where_any_of_the_data_does():
+    x, y = np.ones((4, 2), np.float32), np.ones((4, 3), np.float32)
+    other = y.copy()
+    other[3, 2] = 2
+    files = [FileRows(x, rows, seed=0, rows=1, epochs=1).fingerprint() for rows in (y, other)]
+    streams = [SeedStream(*given).fingerprint() for given in itertools.product((1, 2), repeat=5)]
+    assert len(set(files)) == 2 and len(set(streams)) == 32

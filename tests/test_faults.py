@@ -6,15 +6,19 @@ import sys
 
 import pytest
 from conftest import finish, mpiexec, start
+from helpers import run_with
 from threadworld import run_ranks
 
 from zero_mpi import faults
 from zero_mpi.comm import SharedMistake
+from zero_mpi.data import SeedStream
 from zero_mpi.injection import FAULTS, Fault, check_makes_a_difference, fault
+from zero_mpi.model import MLP
 from zero_mpi.parting import CLASSES
 from zero_mpi.precision import Precision
 from zero_mpi.run import run
 from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO3
+from zero_mpi.training import LossScale, Training
 
 MODULE = ("-m", "zero_mpi")
 UNITS = len(faults.DIMS) - 1
@@ -274,3 +278,21 @@ class TestLaunched:
         job = finish(start([mpiexec(), "-n", "3", sys.executable, *MODULE, *argv]))
         assert job.code == 2 and job.out == ""
         assert len(job.complaints) == 1 and words in job.complaints[0]
+
+
+@pytest.mark.parametrize("name, cause", [("stale-gradient", "stale"), ("local-norm", "divisor or scale")])
+def test_a_fault_under_a_loss_scale_is_named_too(name, cause):
+    # The first steps overflow, and are skipped.
+    options = {"clip_norm": 0.01, "loss_scale": LossScale(2.0**17)}
+    result = run_with(
+        [DP, ZeRO3],
+        model=MLP((12, 30, 12)),
+        data=SeedStream(7, 4, 12, 12),
+        steps=9,
+        training=Training(**options),
+        fault=FAULTS[name],
+        faulty=("zero3",),
+    )
+    found = result["learning"]["schemes"]["zero3"]
+    assert 0 < len(found["skipped_steps"]) < 4
+    assert found["parting"]["cause"] == cause, found["parting"]

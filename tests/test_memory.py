@@ -19,7 +19,8 @@ def test_allocations_are_aligned_and_counted_to_the_byte(numel, dtype):
     ledger = Ledger()
     array = ledger.empty("params", numel, np.dtype(dtype))
     assert array.shape == (numel,) and array.dtype == dtype and array.flags.c_contiguous
-    assert array.ctypes.data % ALIGNMENT_BYTES == 0 or numel == 0
+    # A cache line, and the widest vector registers.
+    assert array.ctypes.data % 64 == 0 or numel == 0
     assert ledger.alive_bytes("params") == ledger.resident_bytes == numel * np.dtype(dtype).itemsize
     del array
     assert ledger.total_bytes == 0

@@ -125,6 +125,14 @@ ROWS = {
     "a fault that only learning shows": Row(
         ("--inject", "stale-gradient", "--no-check"), "expected checks that can see it, got --no-check"
     ),
+    "a fault that only the reference shows": Row(
+        ("--inject", "same-batch", "--no-reference"), "only the reference can see it, got --no-reference"
+    ),
+    "some ranks out of step on purpose, in a sweep": Row(
+        ("--inject", "unit-order", "--sweep", "2,3", "--quiet"),
+        "N = 2: ranks hand units over in different orders: rank ",
+        1,
+    ),
     "ranks out of step on purpose": Row(
         ("--inject", "unit-order", "--quiet"), "ranks hand units over in different orders: rank ", 1
     ),

@@ -1,7 +1,8 @@
 """A worked example: a scheme that nobody has, which gets all checks by one line in the register.
 
 It shards gradients but not optimizer state: 2 + 12 bytes a parameter are whole, 2/N cut. Each rank adds its
-shard up as gradients are made, then gathers the mean and updates everything.
+shard up as gradients are made, and updates its own block, all that it has gradients of; then parameters are
+gathered. Most of its optimizer state is never touched, which is why nobody builds it.
 """
 
 from fractions import Fraction

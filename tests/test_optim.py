@@ -81,3 +81,13 @@ def test_an_empty_shard_is_nothing_to_do():
 def test_values_out_of_range_are_refused(bad):
     with pytest.raises(ValueError, match=f"^{next(iter(bad))}: expected"):
         Adam(**bad)
+
+
+def test_the_smallest_eps_is_one_that_a_gradient_of_zeros_can_be_divided_by():
+    with pytest.raises(ValueError) as refused:
+        Adam(eps=1e-45)
+    least = float(str(refused.value).split()[5])
+    theta = np.ones(3, np.float32)
+    state = {slot: np.zeros(3, np.float32) for slot in Adam.slots}
+    Adam(eps=least).update(theta, np.zeros(3, np.float32), state, 1)
+    assert (theta == 1).all()

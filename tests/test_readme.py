@@ -122,3 +122,27 @@ def test_the_other_tables_shown_are_printed_too(launch, ranks, options, title):
     without = re.compile(r" [0-9a-f]{16}$")
     rows = [[without.sub("", line) for line in section(text, title)] for text in (shown, job.out)]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.launches
+def test_the_cause_shown_is_the_one_found(launch):
+    options = re.search(r"mpiexec -n 3 python -m zero_mpi (--scheme zero1 --inject [^`]*)`", README)[1]
+    job = launch(3, "-m", "zero_mpi", *options.split())
+    assert job.code == 1
+    shown = next(text for _, text in BLOCKS if text.startswith("ZeRO-1 first parts"))
+    # Which element, and how far, is another BLAS's own.
+    rows = [section(text, "    class")[:4] for text in (shown, job.out)]
+    assert rows[0] == rows[1] and "summation order" in rows[0][0]
+
+
+@pytest.mark.launches
+def test_the_orders_shown_send_what_they_send(launch):
+    shown = next(text for _, text in BLOCKS if text.startswith("Orders of summation"))
+    job = launch(4, "-m", "zero_mpi", "orders")
+    assert job.code == 0, job.err
+    title = "4 ranks: what a rank sends"
+    assert section(shown, title) == section(job.out, title)
+    for title in ("Orders of summation", "4 ranks: the gradient", "4 ranks: max"):
+        # How far sums are apart is another BLAS's own.
+        names = [[line.split("  ")[1:2] for line in section(text, title)] for text in (shown, job.out)]
+        assert names[0] == names[1]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import WIRES, M, settings
+from helpers import WIRES, M, failing, run_with, says, settings
 from models import Prepared, TinyUnits
 from threadworld import run_ranks
 
@@ -10,9 +10,10 @@ from zero_mpi import checks, formulas
 from zero_mpi.model import MLP
 from zero_mpi.optim import SGD, Adam
 from zero_mpi.precision import Precision
-from zero_mpi.reducers import Naive
+from zero_mpi.reducers import Naive, ReversedRing, Ring
 from zero_mpi.run import run
-from zero_mpi.schemes import DP, SCHEMES, ZeRO1, ZeRO2, ZeRO3
+from zero_mpi.schemes import DP, SCHEMES, Scheme, ZeRO1, ZeRO2, ZeRO3
+from zero_mpi.schemes.base import NORM_PIECE
 from zero_mpi.training import Training
 
 
@@ -351,3 +352,52 @@ def test_full_theta_is_in_unit_order_and_on_rank_0_alone():
         thetas = run_ranks(3, lambda comm, S=S: S(M, comm).full_theta())
         assert np.array_equal(thetas[0], expected) and thetas[0].dtype == np.float32
         assert thetas[1] is None and thetas[2] is None
+
+
+@pytest.mark.parametrize("reducer", [Ring, ReversedRing])
+@pytest.mark.parametrize("wire", WIRES, ids=" ".join)
+def test_what_transients_may_take_is_what_they_take(wire, reducer):
+    def work(comm):
+        found = []
+        for S, claim in SCHEMES.items():
+            scheme = settings(M, *wire, reducer=reducer, training=Training(clip_norm=1.0)).build(S, comm)
+            scheme.step((np.ones((2, 7), np.float32), np.ones((2, 3), np.float32)))
+            found.append(checks.memory_evidence(scheme, claim))
+        return found
+
+    for rows in run_ranks(3, work):
+        for row in rows:
+            limits, taken = row["transient_limit_by_kind_bytes"], row["transient_peak_by_kind_bytes"]
+            # The optimizer's is of the whole unit, for all; activations have none.
+            assert taken.pop("optimizer scratch") <= limits["optimizer scratch"]
+            del taken["activations"]
+            assert taken == {kind: limits[kind] for kind in taken}
+
+
+def test_a_gradient_of_zeros_is_not_clipped():
+    def work(comm):
+        scheme = ZeRO2(Prepared(6), comm, training=Training(clip_norm=1.0))
+        scheme.step((np.zeros((1, 6), np.float32), np.zeros((1, 6), np.float32)))
+        return scheme.grad_norm, scheme.skipped, scheme.full_theta()
+
+    norm, skipped, theta = run_ranks(2, work)[0]
+    assert norm == 0 and not skipped and (theta == 0).all()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_norms_of_blocks_longer_than_a_piece_are_replayed_to_the_bit(size):
+    model = MLP((150, 150))
+    assert model.n_params // size > NORM_PIECE
+    options = {"model": model, "precision": "fp32", "training": Training(clip_norm=0.1), "steps": 3}
+    result = run_with(size=size, **options)
+    assert not failing(result)
+    # The sum over pieces is not the sum over all: the definition shows.
+    assert len(set(result["learning"]["schemes"]["dp"]["grad_norms"])) == 3
+
+
+def test_a_norm_that_changes_no_weight_must_be_right_all_the_same(monkeypatch):
+    right = Scheme.squares
+    monkeypatch.setattr(Scheme, "squares", lambda self: right(self) * (1 + 1e-15))
+    result = run_with(precision="fp32", training=Training(clip_norm=1e6))
+    assert failing(result) == ["reference"]
+    assert "in what is no weight: loss, norm or copy" in says(result, "reference")

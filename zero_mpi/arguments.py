@@ -6,7 +6,8 @@ Not for: any command's own options.
 import argparse
 from typing import Any, NoReturn
 
-from .training import LEAST, MOST, SMALLEST_SCALE, LossScale
+from .precision import LEAST, MOST
+from .training import SMALLEST_SCALE, LossScale
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,6 +70,14 @@ def positive_float(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {_shown(text)}")
     if not LEAST <= value <= MOST:
         raise argparse.ArgumentTypeError(f"expected a number from {LEAST} to {MOST}, got {_shown(text)}")
+    return value
+
+
+def float_from_0(text: str) -> float:
+    """Return a finite number of at least 0, which float32 holds."""
+    value = _number(text)
+    if value is None or not 0 <= value <= MOST:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to {MOST}, got {_shown(text)}")
     return value
 
 

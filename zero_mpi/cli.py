@@ -33,7 +33,8 @@ class Command(Protocol):
 
         Raises
         ------
-        SharedMistake : the user's. NotFinite : a number stopped being finite.
+        SharedMistake : the user's. NotFinite : a number stopped being finite. OutOfStep : ranks are not at
+            the same collective.
         """
 
 

@@ -1,6 +1,7 @@
 """Communicator: ranks and their messages, and the only place where bytes are counted.
 
-Not for: collectives of model data; those are written by hand from `sendrecv` alone (ring.py).
+Not for: how collectives move model data: by hand, from `sendrecv` alone (ring.py), or as the MPI library
+does, whose calls are counted here.
 """
 
 import json
@@ -163,7 +164,7 @@ class Communicator:
     def collective(self, name: str, kind: str = "model", *, sent_stays: bool = False) -> "_Collective":
         """Count the messages inside the ``with`` under the collective `name`, as traffic of this kind.
 
-        Phase, unit and traffic must not change inside.
+        Phase, unit and traffic must not change inside. May stand inside another.
 
         Parameters
         ----------
@@ -175,10 +176,12 @@ class Communicator:
         # The same few collectives come again in every step; a short message takes hardly longer than a label.
         label = name, kind, self.phase, self.unit, sent_stays
         known = self._known.get(label)
-        if known is None or known.traffic is not self.traffic or known is self._now:
+        if known is None or known.entered:
             if name not in _NUMBER_OF:
                 raise ValueError(f"name: expected one of {', '.join(_COLLECTIVES)}, got {name}")
             known = self._known[label] = _Collective(self, name, kind, sent_stays)
+        elif known.traffic is not self.traffic:
+            known.traffic, known.counts = self.traffic, {}
         return known
 
     def _count(self, peer: int) -> list[int]:
@@ -516,7 +519,7 @@ class Communicator:
 class _Collective:
     """What `Communicator.collective` returns: under what messages inside are sent and counted."""
 
-    __slots__ = ("_before", "_comm", "_defers_sends", "counts", "kind", "name", "tag", "traffic")
+    __slots__ = ("_before", "_comm", "_defers_sends", "counts", "entered", "kind", "name", "tag", "traffic")
 
     def __init__(self, comm: Communicator, name: str, kind: str, sent_stays: bool = False) -> None:
         self._comm, self.name, self.kind = comm, name, kind
@@ -525,14 +528,15 @@ class _Collective:
         # The numbers that messages with each peer are counted in.
         self.counts: dict[int, list[int]] = {}
         self._defers_sends = sent_stays and comm.defers_sends
+        self.entered = False
 
     def __enter__(self) -> None:
-        self._before, self._comm._now = self._comm._now, self
+        self._before, self._comm._now, self.entered = self._comm._now, self, True
         if self._defers_sends:
             self._comm.transport.defer_sends()
 
     def __exit__(self, error: object, *_: object) -> None:
-        self._comm._now = self._before
+        self._comm._now, self.entered = self._before, False
         if self._defers_sends:
             # After an error nobody may be there to receive.
             self._comm.transport.complete_sends(wait=error is None)

@@ -37,6 +37,7 @@ EXPLAIN = {
     "last_batch": "other batches",
     "seed": "other batches",
     "data": "other batches",
+    "data_file": "other batches",
     "batch": "other batches",
     "init_seed": "other initial weights",
     "inject": "a mistake made on purpose",
@@ -122,7 +123,8 @@ def _row(setting: tuple[str, Any, Any]) -> list[str]:
 
 
 def _short(text: str, width: int) -> str:
-    """Return `text`, cut where it is longer than `width`."""
+    """Return `text`, cut where it is longer than `width`; what a terminal would obey is spelt out."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= width else f"{text[: width - 3]}..."
 
 

@@ -44,7 +44,7 @@ class SeedStream:
         self.accumulate = accumulate
 
     def fingerprint(self) -> str:
-        return f"seed {self.seed}, {self.rows} rows of {self.n_in} and {self.n_out}"
+        return f"seed {self.seed}, {self.accumulate} times {self.rows} rows of {self.n_in} and {self.n_out}"
 
     def global_batches(self, size: int) -> Iterator[Sequence[MicroBatches]]:
         rng = np.random.default_rng(self.seed)

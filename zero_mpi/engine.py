@@ -161,14 +161,15 @@ def _agreed(scheme: "Scheme", loss: float) -> _Outcome:
     rows = comm.allgather_array(np.array([loss, _overflow_code(scheme), squares], np.float64))
     where = f"in step {scheme.steps_begun} of {scheme.name}"
     overflow = _overflow_words(rows[:, 1], len(scheme.units))
+    goes_on, hint = bool(overflow) and scheme.scale.overflowed(), ""
+    if overflow and not goes_on and job.loss_scale is not None:
+        hint = f"; the loss scale, {scheme.scale.value:g}, may not fall below {job.loss_scale.floor:g}"
     for rank, (value, _, _) in enumerate(rows):
-        # A lower scale may cure a gradient; a fixed one stays, and a loss is taken before it is scaled.
-        if not np.isfinite(value) and not (overflow and job.loss_scale and job.loss_scale.dynamic):
-            raise NotFinite(f"loss: expected a finite number, got {value} on rank {rank} {where}")
-    if overflow and not scheme.scale.overflowed():
-        hint = ""
-        if job.loss_scale is not None:
-            hint = f"; the loss scale, {scheme.scale.value:g}, may not fall below {job.loss_scale.floor:g}"
+        # A dynamic scale skips whatever is not finite until its floor. A fixed one stays, and a loss is taken
+        # before it is scaled.
+        if not np.isfinite(value) and not (goes_on and job.loss_scale and job.loss_scale.dynamic):
+            raise NotFinite(f"loss: expected a finite number, got {value} on rank {rank} {where}{hint}")
+    if overflow and not goes_on:
         raise NotFinite(f"gradient: expected finite numbers, got NaN or infinity in {overflow} {where}{hint}")
     # Added in rank order in float64, so it is the same on every rank and in every scheme.
     mean = total = 0.0

@@ -16,7 +16,7 @@ from .injection import FAULTS, Fault
 from .model import MLP
 from .optim import Adam
 from .precision import Precision
-from .run import Settings, on_own_messages, run
+from .run import Settings, run_on
 from .schemes import DP, SCHEMES, Scheme
 from .training import Training
 
@@ -99,7 +99,7 @@ def make(comm: Communicator, fault: Fault, S: type[Scheme]) -> Outcome:
     """Make one fault under one scheme, beside data parallel without it. Collective."""
     schemes: list[type[Scheme]] = [S] if S is DP else [DP, S]
     try:
-        result = on_own_messages(comm, lambda part: run(part, settings_of(fault, S.key), schemes))
+        result = run_on(comm, comm.size, settings_of(fault, S.key), schemes)
     except SharedMistake as error:
         cause = "different initial weights" if "initial weights" in str(error) else ""
         return _judged(fault, S, ["set-up"], None, None, cause, str(error))

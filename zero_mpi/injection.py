@@ -248,13 +248,13 @@ def count_a_rank_twice(scheme: Any) -> None:
 
 @fault("stale-gradient", "learning", "stale", least_steps=LATE)
 def stale_gradient(scheme: Any) -> None:
-    """From step 3 on unit 0 is updated with the gradient of the step before."""
+    """From the third update on unit 0 is updated with the gradient of the one before."""
     kept: list[np.ndarray] = []
 
     def make(update: Callable) -> Callable:
         def late(scale: float) -> None:
             now = scheme.grads[0].copy()
-            if scheme.steps_begun >= LATE:
+            if scheme.steps_done >= LATE:
                 scheme.grads[0][...] = kept[-1]
             kept[:] = [now]
             update(scale)
@@ -367,9 +367,9 @@ def local_norm(scheme: Any) -> None:
 
     def make(update: Callable) -> Callable:
         def alone(scale: float) -> None:
-            scheme.grad_norm = float(np.sqrt(scheme.squares()))
+            scheme.grad_norm = float(np.sqrt(scheme.squares())) / scheme.scale.value
             # A rank may own nothing.
-            update(min(1.0, scheme.training.clip_norm / (scheme.grad_norm or 1.0)))
+            update(min(1.0, scheme.training.clip_norm / (scheme.grad_norm or 1.0)) / scheme.scale.value)
 
         return alone
 

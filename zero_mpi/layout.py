@@ -50,9 +50,7 @@ class Blocks:
 
     def slices(self) -> list[slice]:
         """Return all blocks in order, as slices of the whole."""
-        quotient, longer = divmod(self.numel, self.count)
-        edges = [i * quotient + min(i, longer) for i in range(self.count + 1)]
-        return [slice(edges[i], edges[i + 1]) for i in range(self.count)]
+        return [self.of(i) for i in range(self.count)]
 
     @property
     def largest(self) -> int:

@@ -9,12 +9,11 @@ from typing import Protocol
 
 import numpy as np
 
-# Elements updated at a time. A call of numpy costs as much as a pass over 4000 elements in a cache, so pieces
-# are as large as a second-level cache of 1 MiB allows: four of them in float32 and the scratch take 640 KiB.
-PIECE = 32768
+from .precision import LEAST, MOST
 
-# What float32 holds of the numbers above 0.
-_LEAST, _MOST = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
+# Elements updated at a time. A call of numpy costs as much as a pass over 4000 elements in a cache, so pieces
+# are as large as a second-level cache of 1 MiB allows: four of them in float32 and the scratch take 768 KiB.
+PIECE = 32768
 
 State = dict[str, np.ndarray]
 
@@ -108,6 +107,7 @@ class Adam(_Pieces):
     Parameters
     ----------
     lr : learning rate. beta1, beta2 : decay of the two moments. eps : added to the root of the second.
+    weight_decay : decoupled; 0 for none.
 
     Raises
     ------
@@ -123,12 +123,14 @@ class Adam(_Pieces):
     slots = ("m", "v")
 
     def __post_init__(self) -> None:
+        least_eps = LEAST / max(1 - self.beta2, LEAST) ** 0.5
         for name, value, ok, expected in (
-            ("lr", self.lr, _LEAST <= self.lr <= _MOST, "a positive number in float32"),
+            ("lr", self.lr, LEAST <= self.lr <= MOST, f"a number from {LEAST} to {MOST}"),
             ("beta1", self.beta1, 0 <= self.beta1 < 1, "at least 0 and below 1"),
             ("beta2", self.beta2, 0 <= self.beta2 < 1, "at least 0 and below 1"),
-            ("eps", self.eps, _LEAST <= self.eps <= _MOST, "a positive number in float32"),
-            ("weight_decay", self.weight_decay, 0 <= self.weight_decay < np.inf, "at least 0"),
+            # In the first update it is multiplied by the root, and 0 / 0 would be no number.
+            ("eps", self.eps, least_eps <= self.eps <= MOST, f"a number from {least_eps} to {MOST}"),
+            ("weight_decay", self.weight_decay, 0 <= self.weight_decay <= MOST, f"a number from 0 to {MOST}"),
         ):
             if not ok:
                 raise ValueError(f"{name}: expected {expected}, got {value}")
@@ -197,6 +199,10 @@ class SGD(_Pieces):
 
     Without momentum it keeps no state at all.
 
+    Parameters
+    ----------
+    lr : learning rate. momentum : at least 0 and below 1.
+
     Raises
     ------
     ValueError : a value outside its range.
@@ -208,8 +214,8 @@ class SGD(_Pieces):
     weight_decay = 0.0
 
     def __post_init__(self) -> None:
-        if not _LEAST <= self.lr <= _MOST:
-            raise ValueError(f"lr: expected a positive number in float32, got {self.lr}")
+        if not LEAST <= self.lr <= MOST:
+            raise ValueError(f"lr: expected a number from {LEAST} to {MOST}, got {self.lr}")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum: expected at least 0 and below 1, got {self.momentum}")
 

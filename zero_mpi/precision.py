@@ -11,6 +11,9 @@ import numpy as np
 # Bits of (significand with its hidden bit, exponent), IEEE 754 and bfloat16.
 _FORMATS = {"float64": (53, 11), "float32": (24, 8), "bfloat16": (8, 8), "float16": (11, 5)}
 
+# What float32, in which all is computed, holds of the numbers above 0, rounded inwards to be said.
+LEAST, MOST = 1.5e-45, 3.4e38
+
 # Storage of parameters and gradients. Master weights and Adam's moments are always float32.
 PRECISIONS = {"mixed": "float16", "bf16": "bfloat16", "fp32": "float32"}
 WIRE_DTYPES = tuple(_FORMATS)
@@ -144,7 +147,7 @@ def in_wide(ufunc: np.ufunc, a: np.ndarray, b: Any, out: np.ndarray) -> None:
 
 
 def all_finite(x: np.ndarray) -> bool:
-    """Return whether no element of `x`, shape (n,), is NaN or infinite; in one pass wherever none is."""
+    """Return whether no element of `x`, shape (n,), is NaN or infinite; in one pass over most."""
     # A sum is finite only if all its terms are; that it is not may be its own overflow. Squares overflow
     # sooner, but BLAS adds them up three times as fast.
     with np.errstate(over="ignore", invalid="ignore"):

@@ -110,7 +110,7 @@ class RecursiveHalving(Reducer):
 
 
 class Naive(Reducer):
-    """Everyone sends its whole gradient to everyone: right, and N times what it has to cost.
+    """Everyone sends its whole gradient to everyone: right, and its sum costs N times what it has to.
 
     It is held to what ZeRO promises, the ring's bytes, and so fails the check of traffic from N = 2 on.
     """

@@ -145,6 +145,14 @@ def learning(result: dict[str, Any]) -> list[str]:
             ]
         )
     lines = ["Learning", *table(rows), ""]
+    first, *_ = evidence["schemes"]
+    elsewhere = [
+        f"{row['name']} with {evidence['schemes'][row['compared_with']]['name']}"
+        for key, row in evidence["schemes"].items()
+        if row["compared_with"] not in (None, first, key)
+    ]
+    if elsewhere:
+        lines += [*wrapped("  ", f"Steps identical: {', '.join(elsewhere)}."), ""]
     # One scheme's stand for all, unless others have their own.
     apart = any(row["same_as_first"] is False for row in schemes)
     whose = f" of {schemes[0]['name']}" if apart else ""

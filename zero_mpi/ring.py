@@ -90,6 +90,11 @@ def all_reduce(
     x : array, shape (n,), contiguous. Same n and dtype on every rank.
     finish : an element-wise function that changes the owner's sums in place before they are shared, such
         as a division. What an owner keeps is what the others receive.
+    empty : allocates the one receive buffer, as (numel, dtype).
+
+    Raises
+    ------
+    ValueError : x is not one-dimensional, contiguous and writable.
 
     Notes
     -----

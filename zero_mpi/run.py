@@ -92,12 +92,15 @@ def run(comm: Communicator, settings: Settings, schemes: Sequence[type[Scheme]])
 
     Returns
     -------
-    dict that JSON can hold, with the keys "learning", "memory", "traffic", "audit" and "verdicts"; numbers
-    have their unit in the key's name. Lists called "ranks" have one entry for each rank.
+    dict that JSON can hold, with the keys "learning", "memory", "traffic", "process" and "verdicts", and
+    "audit" and "certificate" where they were asked for; numbers have their unit in the key's name. Lists
+    called "ranks" have one entry for each rank.
 
     Raises
     ------
-    SharedMistake : the ranks do not share the settings; NotFinite : a loss is not finite.
+    SharedMistake : the ranks do not share the settings, or the optimizer is one that the reference lacks.
+    NotFinite : a loss, a gradient or a weight is not finite. OutOfStep : ranks hand units over in different
+        orders.
     """
     replayed = settings.check and settings.reference and settings.reducer.name in ORDERS
     if replayed and not isinstance(settings.optimizer, OPTIMIZERS):
@@ -148,13 +151,19 @@ def run_on(
 
     Raises
     ------
-    SharedMistake, NotFinite : as `run`, on all ranks of `comm`.
+    SharedMistake, NotFinite, OutOfStep : as `run`, on all ranks of `comm`.
     """
-    result = on_first(comm, size, lambda part: run(part, settings, schemes)) or {"verdicts": []}
+
+    def work(part: Communicator) -> dict[str, Any]:
+        if settings.fault is None:
+            return run(part, settings, schemes)
+        return _on_own_messages(part, lambda own: run(own, settings, schemes))
+
+    result = on_first(comm, size, work) or {"verdicts": []}
     return {**result, "verdicts": comm.allgather_object(result["verdicts"])[0]}
 
 
-def on_own_messages(comm: Communicator, work: Callable[[Communicator], Found]) -> Found:
+def _on_own_messages(comm: Communicator, work: Callable[[Communicator], Found]) -> Found:
     """Do `work` on the same ranks with messages of its own, so that those of ranks that fell out of step stay
     there. Collective.
 
@@ -183,7 +192,7 @@ def on_first(comm: Communicator, size: int, work: Callable[[Communicator], Found
 
     Raises
     ------
-    SharedMistake, NotFinite : what `work` raised, on all ranks of `comm`.
+    SharedMistake, NotFinite, OutOfStep : what `work` raised, on all ranks of `comm`.
     """
     if size == comm.size:
         return work(comm)
@@ -195,7 +204,7 @@ def on_first(comm: Communicator, size: int, work: Callable[[Communicator], Found
         if part is not None:
             try:
                 result = work(part)
-            except (SharedMistake, NotFinite) as error:
+            except (SharedMistake, NotFinite, OutOfStep) as error:
                 # All that took part raise it; those that sleep have to be told.
                 failure, words = type(error).__name__, f"N = {size}: {error}"
                 losses = getattr(error, "losses", {})
@@ -206,7 +215,7 @@ def on_first(comm: Communicator, size: int, work: Callable[[Communicator], Found
         reached.losses = losses
         raise reached
     if failure:
-        raise SharedMistake(words)
+        raise {"OutOfStep": OutOfStep}.get(failure, SharedMistake)(words)
     return result
 
 
@@ -593,8 +602,10 @@ def _reference_verdict(learning: dict[str, Any], settings: Settings) -> Verdict:
         if replay["identical_steps"] != steps
     ]
     every = "the step" if steps == 1 else f"all {steps} steps"
+    whose = " and of ".join(learning["schemes"][key]["name"] for key in replays)
     same = (
-        f"the replay in one process, in the order of {settings.reducer.name}, gives the same bits in {every}"
+        f"the replay in one process, in the order of {settings.reducer.name}, gives the bits of {whose} "
+        f"in {every}"
     )
     return Verdict("reference", not parted, "; ".join(parted) or same)
 

@@ -13,6 +13,7 @@ import numpy as np
 from . import __version__, certificate, report
 from .arguments import (
     Parser,
+    float_from_0,
     fraction,
     limit,
     loss_scale,
@@ -32,7 +33,7 @@ from .model import MLP
 from .optim import SGD, Adam, Optimizer
 from .precision import PRECISIONS, WIRE_DTYPES, Precision
 from .reducers import REDUCERS, Ring
-from .run import Settings, family, on_own_messages, run_on
+from .run import Settings, family, run_on
 from .schemes import DP, SCHEMES, Scheme
 from .training import Schedule, Training
 
@@ -44,20 +45,22 @@ that they learn the same bits, and count the bytes each holds and sends.
 
 what       --scheme all|{schemes}; one runs beside dp [all]
            --dims W,W,... of the MLP [64,128,128,64]  --init-seed S [0]
-data       --batch ROWS, rank and micro-batch [8]     --seed S, shuffles too [7]
+data       --batch ROWS of a rank's micro-batch [8]   --seed S, shuffles too [7]
            --data FILE.npz, its rows x and y          --epochs E [1]
-           --steps T [10, or all of --data]           --last-batch drop|keep
+           --steps T [10, or all of --data]     --last-batch drop|keep [drop]
 step       --accumulate K micro-batches [1]           --clip-norm X [none]
-           --reduce-every step|micro-batch      --freeze U,U,... [none]
+           --reduce-every step|micro-batch [as each scheme does]
+           --freeze U,U,... units [none]
            --loss-scale dynamic|X|none [none]
 optimizer  --optimizer adam|adamw|sgd [adam]          --lr X [0.01]
            --weight-decay X, of adamw [0.01]          --momentum X, of sgd [0]
            --schedule constant|cosine [constant]      --warmup T updates [0]
-dtypes     --precision mixed|bf16|fp32 [mixed]        --grad-dtype D at rest
+dtypes     --precision mixed|bf16|fp32 [mixed]        --grad-dtype float32
            --reduce-dtype D [float32]                 --gather-dtype D [float32]
+           D: float16, bfloat16, float32 or float64
 sums       --reduction ring|reversed-ring|recursive-halving|rank-order|naive|
                        library [ring]
-checks     --no-reference: no replay on rank 0        --no-check: it alone runs
+checks     --no-reference: no replay on rank 0        --no-check: no partner
            --audit-memory: arrays unknown to the ledger
            --inject FAULT: a mistake made on purpose, see `faults --list`
 output     --sweep N,N,...: on so many of the ranks   --quiet: verdicts alone
@@ -88,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--reduce-every", choices=["step", "micro-batch"])
     p.add_argument("--optimizer", choices=["adam", "adamw", "sgd"], default="adam")
     p.add_argument("--lr", type=positive_float, default=1e-2)
-    p.add_argument("--weight-decay", type=positive_float)
+    p.add_argument("--weight-decay", type=float_from_0)
     p.add_argument("--momentum", type=fraction)
     p.add_argument("--schedule", choices=["constant", "cosine"], default="constant")
     p.add_argument("--warmup", type=whole_from_0, default=0)
@@ -120,7 +123,7 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
 
     Raises
     ------
-    SharedMistake : a mistake in what was asked.
+    SharedMistake : a mistake in what was asked. OutOfStep : ranks hand units over in different orders.
     """
     hosts = comm.hosts()
     with comm.together():
@@ -172,7 +175,7 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
     failure = ""
     try:
         for size, plan in plans.items():
-            results[size] = _run(comm, args, size, plan.settings)
+            results[size] = run_on(comm, size, plan.settings, _schemes(args))
         if not args.sweep:
             evidence = results[comm.size]
     except NotFinite as error:
@@ -221,13 +224,6 @@ def _train(comm: Communicator, args: argparse.Namespace, plans: dict[int, "_Plan
                 wrong.append(report.say(lines))
             report.complain(failure)
     return report.finish(comm, code, wrong)
-
-
-def _run(comm: Communicator, args: argparse.Namespace, size: int, settings: Settings) -> dict[str, Any]:
-    """Run on the first `size` ranks; a mistake made on purpose gets messages of its own. Collective."""
-    if not args.inject:
-        return run_on(comm, size, settings, _schemes(args))
-    return on_own_messages(comm, lambda part: run_on(part, size, settings, _schemes(args)))
 
 
 def _said_of_all(args: argparse.Namespace, plans: dict[int, "_Plan"]) -> dict[str, Any]:
@@ -326,6 +322,8 @@ def _plan(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
         check_makes_a_difference(FAULTS[args.inject], keys, size, steps, len(model.units), **needs)
         if args.freeze:
             raise ValueError(f"--inject {args.inject}: expected all units trained, got --freeze")
+        if args.no_reference and FAULTS[args.inject].check == "reference":
+            raise ValueError(f"--inject {args.inject}: only the reference can see it, got --no-reference")
         if args.no_check and FAULTS[args.inject].check in ("learning", "reference"):
             raise ValueError(f"--inject {args.inject}: expected checks that can see it, got --no-check")
         if reducer is not Ring:

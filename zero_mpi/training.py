@@ -6,8 +6,7 @@ Not for: doing it. The loop (engine.py) and the tools of schemes (schemes/base.p
 import math
 from dataclasses import dataclass, field
 
-# What float32, in which all is computed, holds of the numbers above 0.
-LEAST, MOST = 1e-45, 3.4e38
+from .precision import MOST
 
 # It is divided out again: what float32 holds must hold its inverse, too.
 SMALLEST_SCALE = 3e-39
@@ -24,6 +23,10 @@ class LossScale:
     ----------
     initial : the scale at the start. dynamic : whether it changes. growth_every : steps.
     floor : a dynamic scale that would fall below it ends the run.
+
+    Raises
+    ------
+    ValueError : a value outside its range.
     """
 
     initial: float = 65536.0
@@ -89,6 +92,10 @@ class Schedule:
     kind : "constant", or "cosine": half a cosine, 1 at the first update after the warm-up, and 0 where one
         more than the last would be (as PyTorch's CosineAnnealingLR).
     warmup : updates over which the factor rises linearly to 1. updates : all of them, for "cosine".
+
+    Raises
+    ------
+    ValueError : a value outside its range.
     """
 
     kind: str = "constant"
@@ -125,7 +132,12 @@ class Training:
     reduce_every : "step" or "micro-batch": when gradients are reduced. None: as the scheme does by default.
     clip_norm : the largest global norm of the gradient that reaches the update; None for no limit.
     loss_scale : None for none.
+    schedule : the learning rate by update; constant if not given.
     freeze : units that are not trained.
+
+    Raises
+    ------
+    ValueError : a value outside its range; TypeError : another type of loss scale or schedule.
     """
 
     accumulate: int = 1

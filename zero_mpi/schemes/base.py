@@ -43,12 +43,14 @@ class Scheme:
 
     Attributes
     ----------
+    units, blocks : numbers of the units, and the cut of each into blocks of ranks (layout.py).
     params, grads : one array for each unit, whole or this rank's shard of it, as `sharded` says. A frozen
         unit has parameters alone.
     optimizer_state : one dict of float32 arrays for each unit: the optimizer's slots, and "master" where
         parameters have 16 bits.
     trained : the units that are not frozen.
     ledger, comm : what counts this scheme's bytes at rest, and on the wire.
+    reducer, scale : what sums and gathers, and the loss scale as it now is.
     steps_begun, steps_done : steps asked for, and those that were not skipped.
     step_traffic, grad_norm, skipped : of the last step: what this rank sent and received, the global norm of
         the gradient (None unless it is clipped), and why no weight changed ("" where they did).
@@ -56,7 +58,7 @@ class Scheme:
     Raises
     ------
     ValueError : ranks do not share model, precision, optimizer, training or initial weights. All ranks raise
-        the same.
+        the same. TypeError : `comm` is no communicator.
 
     Notes
     -----
@@ -157,7 +159,7 @@ class Scheme:
         """Update the parameters with the gradients times `scale`."""
         raise NotImplementedError
 
-    # What a user calls.
+    # What a user calls, and what the loop and the checks ask of any scheme.
 
     def forget_transients(self) -> None:
         """Drop what a step leaves that an error of the model has ended."""
@@ -165,7 +167,7 @@ class Scheme:
         self._gathered.clear()
 
     def step(self, *micro_batches: Batch | None) -> float:
-        """Train on this rank's batch, or on its K micro-batches; return the mean loss over all rows before.
+        """Train on this rank's batch, or its K micro-batches; return the mean loss of all rows before that.
 
         Parameters
         ----------
@@ -334,13 +336,12 @@ class Scheme:
     def average(self, u: int, total: np.ndarray, into: np.ndarray) -> None:
         """Divide sums over N ranks and K micro-batches by N K into `into`, rounded to its stored dtype.
 
-        `into` may be `total`, which is overwritten in any case. A sum may overflow where its terms did not,
-        if the reduce dtype has 16 bits.
+        `into` may be `total`, which may be overwritten in any case. A sum may overflow where its terms did
+        not, if the reduce dtype has 16 bits, or the gradients that micro-batches were added up in.
         """
         # Rounded to the reduce dtype on the way, where that is another.
         mean = into if into.dtype == total.dtype else total
         in_wide(np.divide, total, self.comm.size * self.training.accumulate, mean)
-        round_through(mean, mean, self._grads_dtype)
         if mean is not into:
             convert(mean, into)
         blocks = self.blocks[u]
