@@ -593,3 +593,19 @@ def test_the_replays_zero_is_not_oversold_in_16_bits(launch):
     for precision, reserved in (("mixed", True), ("fp32", False)):
         text = " ".join(launch(2, *MODULE, "--dims", "7,5,3", "--precision", precision).out.split())
         assert "Checked, not claimed" in text and ("cannot tell orders apart" in text) == reserved
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("size", [3, 4])
+def test_ranks_out_of_step_end_where_each_has_a_core_of_its_own(tmp_path, size):
+    script = tmp_path / "many_cores.py"
+    script.write_text(
+        "import sys\n"
+        "from zero_mpi import cli, transport\n"
+        "transport._ranks_per_core_of = lambda host: host.Free() or 1.0\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    words = [mpiexec(), "-n", str(size), sys.executable, script, "--inject", "unit-order", "--quiet"]
+    job = finish(start(words), timeout_s=60)
+    assert job.code == 1 and len(job.complaints) == 1
+    assert "ranks hand units over in different orders" in job.complaints[0]

@@ -93,9 +93,9 @@ ROWS = {
     "a rate with an underscore": floating("1_0"),
     "a rate in another script": floating("٠.١"),
     "a rate beyond float32": Row(
-        ("--lr", "1e39"), "argument --lr: expected a number from 1e-45 to 3.4e+38, got '1e39'"
+        ("--lr", "1e39"), "argument --lr: expected a number from 1.5e-45 to 3.4e+38, got '1e39'"
     ),
-    "a rate below float32": Row(("--lr", "1e-300"), "argument --lr: expected a number from 1e-45 to 3.4e+38"),
+    "a rate below float32": Row(("--lr", "1e-300"), "argument --lr: expected a number from 1.5e-45 to"),
     "a loss scale without an inverse": Row(
         ("--loss-scale", "1e-45"), "argument --loss-scale: expected dynamic, none or a number from 3e-39 to"
     ),

@@ -20,7 +20,7 @@ import numpy as np
 
 from .layout import Blocks
 from .traffic import Traffic
-from .transport import MPITransport, Transport, is_of_mpi
+from .transport import OUT_OF_STEP, MPITransport, Transport, Warned, is_of_mpi
 
 # Far below 2^31 - 1, the count at which some MPI libraries fail; every message is cut at this length.
 MAX_MESSAGE_BYTES = 2**30
@@ -51,15 +51,12 @@ def _order_name(tag: int) -> str:
     return name if name == "control" else f"{name} of unit {unit}"
 
 
-# What a rank sends to all others when it finds that the ranks are not at the same collective.
-_OUT_OF_STEP = 32767
-
-
 class OutOfStep(RuntimeError):
     """Ranks are not at the same collective, or not with the same blocks.
 
-    Raised by a rank that finds it, which warns the others; one that still waits for a long message of its own
-    to be taken can hang (`ending_job_on_error` ends it). The communicator is of no use afterwards.
+    Raised by a rank that finds it, which warns the others. One that waits inside MPI for a long message of
+    its own to be taken hears nothing, until `ending_job_on_error` ends it, unless ranks are `patient`
+    (`split`). The communicator is of no use afterwards.
     """
 
 
@@ -205,8 +202,8 @@ class Communicator:
     def _refuse_message(self, source: int, came_tag: int, came: int, expected: int) -> None:
         mine, theirs = _order_name(self._now.tag), _order_name(came_tag)
         # The others would wait for this rank for ever.
-        self.transport.warn(_OUT_OF_STEP)
-        if came_tag == _OUT_OF_STEP:
+        self.transport.warn(OUT_OF_STEP)
+        if came_tag == OUT_OF_STEP:
             self._warned_by.add(source)
             raise OutOfStep(f"rank {self.rank} stopped in {mine}: rank {source} found ranks out of step")
         if mine != theirs:
@@ -372,9 +369,13 @@ class Communicator:
         except (ValueError, TypeError, OSError, MemoryError) as error:
             mistake = str(error) or type(error).__name__
         # The name of a file may hold bytes that are no text.
-        for other in self.allgather_bytes(mistake.encode(errors="surrogateescape")):
+        each = self.allgather_bytes(mistake.encode(errors="surrogateescape"))
+        for rank, other in enumerate(each):
             if other:
-                raise SharedMistake(other.decode(errors="surrogateescape"))
+                words = other.decode(errors="surrogateescape")
+                # Where rank 0 has not made it, its host may have what another has not.
+                whose = f" (rank {rank})" if rank > 0 and f"rank {rank}" not in words else ""
+                raise SharedMistake(words + whose)
 
     @contextmanager
     def root_works(self) -> Iterator[None]:
@@ -486,14 +487,21 @@ class Communicator:
         apart._warned_by = self._warned_by
         return apart
 
-    def split(self, color: int | None, key: int = 0) -> "Communicator | None":
+    def split(self, color: int | None, key: int = 0, *, patient: bool = False) -> "Communicator | None":
         """Return a communicator of the ranks with the same `color`, ordered by `key`; None for no colour.
 
         Collective. It counts for itself.
+
+        Parameters
+        ----------
+        patient : let ranks never block inside MPI, even where each has a core, so that one whose message
+            nobody takes hears that ranks are out of step, and raises OutOfStep, too.
         """
         transport = self.transport.split(color, key)
         if transport is None:
             return None
+        if patient and hasattr(transport, "defers_sends"):
+            transport.defers_sends = True
         return Communicator(transport, max_message_bytes=self.max_message_bytes)
 
     def free(self) -> None:
@@ -508,7 +516,7 @@ class Communicator:
         them. Then frees.
         """
         unheard = set(range(self.size)) - {self.rank} - self._warned_by
-        self.transport.drop(_OUT_OF_STEP, unheard)
+        self.transport.drop(OUT_OF_STEP, unheard)
         self.free()
 
     def abort(self, code: int = 1) -> None:
@@ -535,8 +543,15 @@ class _Collective:
         if self._defers_sends:
             self._comm.transport.defer_sends()
 
-    def __exit__(self, error: object, *_: object) -> None:
-        self._comm._now, self.entered = self._before, False
-        if self._defers_sends:
-            # After an error nobody may be there to receive.
-            self._comm.transport.complete_sends(wait=error is None)
+    def __exit__(self, kind: object, error: object, _: object) -> None:
+        comm = self._comm
+        try:
+            if self._defers_sends:
+                # After an error nobody may be there to receive.
+                comm.transport.complete_sends(wait=error is None)
+            if isinstance(error, Warned):
+                raise error
+        except Warned as warned:
+            comm._refuse_message(warned.source, OUT_OF_STEP, 0, 0)
+        finally:
+            comm._now, self.entered = self._before, False

@@ -171,7 +171,7 @@ def _on_own_messages(comm: Communicator, work: Callable[[Communicator], Found]) 
     ------
     OutOfStep : ranks fell out of step; all raise the same, the words of one that saw who.
     """
-    part = comm.split(0)
+    part = comm.split(0, patient=True)
     if part is None:
         raise ValueError("a rank has no part")
     try:

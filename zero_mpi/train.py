@@ -133,7 +133,8 @@ def main(comm: Communicator, argv: Sequence[str]) -> int:
             if comm.rank < n:
                 _refuse_what_cannot_fit(args, plan, hosts[:n], comm.rank)
     comm.agree(**{f"--{name.replace('_', '-')}": value for name, value in vars(args).items()})
-    comm.agree(**{f"rows of --data ({args.data})": plans[max(plans)].settings.data.fingerprint()})
+    rows = "random rows" if args.data is None else f"rows of --data ({args.data})"
+    comm.agree(**{rows: plans[max(plans)].settings.data.fingerprint()})
     return _train(comm, args, plans, _targets(comm, args))
 
 
@@ -473,7 +474,7 @@ def _data(args: argparse.Namespace, size: int, rows: tuple[Batch, str] | None) -
 
 
 def _environment(comm: Communicator) -> dict[str, Any]:
-    """Return where the job runs. Collective."""
+    """Return where the job runs; of what differs between ranks, each value. Collective."""
     hosts = comm.hosts()
     config: Any = np.show_config(mode="dicts")
     # A numpy built without BLAS has less to say.
@@ -482,15 +483,19 @@ def _environment(comm: Communicator) -> dict[str, Any]:
     own = next((v for part, v in _THREADS_OF.items() if part in name.lower()), "OPENBLAS_NUM_THREADS")
     set_to = [value for v in (own, "OMP_NUM_THREADS") if (value := os.environ.get(v, "")).isdigit()]
     threads = set_to[0] if set_to else ""
+    mine = {
+        "mpi": comm.transport.describe(),
+        "numpy": np.__version__,
+        "blas": f"{name} {blas.get('version', '')}".strip(),
+        "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
+    }
+    each = comm.allgather_object(mine)
     return {
         "zero_mpi": __version__,
         "ranks": comm.size,
         "hosts": len(set(hosts)),
         "ranks_per_host": _runs([hosts.count(host) for host in dict.fromkeys(hosts)]),
-        "mpi": comm.transport.describe(),
-        "numpy": np.__version__,
-        "blas": f"{name} {blas.get('version', '')}".strip(),
-        "blas_threads": f"{threads or 'its own choice of'} thread{'' if threads == '1' else 's'} a rank",
+        **{what: " or ".join(dict.fromkeys(row[what] for row in each)) for what in mine},
     }
 
 

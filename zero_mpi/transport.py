@@ -30,6 +30,11 @@ PATIENCE_S = 4e-3
 # 64 KiB: 1.66 to 1.75 of the library's time with one, 1.55 to 1.7 with three, no less with eight.
 ASKS = 3
 
+# The tag of an empty message: its sender has found that ranks are out of step, and takes no more messages.
+OUT_OF_STEP = 32767
+# A rank whose message is not taken looks so seldom whether it has been warned: most are taken at once.
+ASKS_FOR_A_WARNING = 64
+
 # Sends that nobody waits for any more, after an error. A library may read from their arrays for as long as it
 # lives.
 _GIVEN_UP: list[Any] = []
@@ -50,7 +55,12 @@ class Transport(Protocol):
         """Let `exchange` return before its own message is out. Only called if `defers_sends` is true."""
 
     def complete_sends(self, wait: bool = True) -> None:
-        """Wait for the messages that are still on the way. Only called if `defers_sends` is true."""
+        """Wait for the messages that are still on the way. Only called if `defers_sends` is true.
+
+        Raises
+        ------
+        Warned : another rank takes no more of them.
+        """
 
     def wait_for(self, source: int) -> None:
         """Return when a message from `source` can be received; leave the core to others until then."""
@@ -72,6 +82,14 @@ class Transport(Protocol):
 
     def describe(self) -> str:
         """Return the library's name and version."""
+
+
+class Warned(RuntimeError):
+    """Rank `source` has warned that ranks are out of step, so a message of this one may never be taken."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__(f"rank {source} found ranks out of step")
+        self.source = source
 
 
 class MPIMissing(RuntimeError):
@@ -240,7 +258,7 @@ class MPITransport:
         if self._deferred is not None:
             self._deferred.append(sending)
         elif self.defers_sends:
-            self._until(sending.Test)
+            self._until_out(sending)
         else:
             sending.Wait()
         return came
@@ -262,7 +280,7 @@ class MPITransport:
             self._until(receiving.Test, self._status)
         finally:
             # A message that was too long is an error of the receiver: its own must still go out.
-            self._until(sending.Test)
+            self._until_out(sending)
 
     def _until(self, ask: Callable, *args: Any) -> Any:
         """Return what ``ask(*args)`` finds: yield the core again and again for a while, then sleep."""
@@ -278,6 +296,25 @@ class MPITransport:
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, 1e-3)
 
+    def _until_out(self, sending: Any) -> None:
+        """Wait until a message is out, or raise Warned."""
+        asked = 0
+
+        def out_or_warned() -> Any:
+            nonlocal asked
+            asked += 1
+            look = asked % ASKS_FOR_A_WARNING == 0
+            return (
+                sending.Test() or look and self._comm.Iprobe(self._MPI.ANY_SOURCE, OUT_OF_STEP, self._status)
+            )
+
+        self._until(out_or_warned)
+        if not sending.Test():
+            _GIVEN_UP.append(sending)
+            source = self._status.Get_source()
+            self._comm.Recv([bytearray(), self._MPI.BYTE], source, OUT_OF_STEP)
+            raise Warned(source)
+
     def defer_sends(self) -> None:
         """Let `exchange` return when its message has come, though its own may still be on the way.
 
@@ -288,11 +325,14 @@ class MPITransport:
     def complete_sends(self, wait: bool = True) -> None:
         """Wait for all messages that are still on the way, and again for each from now on."""
         deferred, self._deferred = self._deferred or [], None
-        if not wait:
-            _GIVEN_UP.extend(deferred)
-            return
-        for sending in deferred:
-            self._until(sending.Test)
+        while wait and deferred:
+            try:
+                self._until_out(deferred[0])
+            except Warned:
+                _GIVEN_UP.extend(deferred)
+                raise
+            del deferred[0]
+        _GIVEN_UP.extend(deferred)
 
     def library_call(self, name: str, x: np.ndarray, own: np.ndarray, sizes: list[int]) -> Callable[[], None]:
         """Return what `Communicator.library_call` does; `sizes` are the elements of each rank's block."""
