@@ -67,8 +67,8 @@ def main(argv: Sequence[str]) -> int:
     with comm.ending_job_on_error():
         try:
             # A rank that was asked for help would leave the others waiting.
-            versions = {"zero_mpi": __version__}
-            comm.agree(**{"command": name or "train", "--help or --version": asked or "neither"}, **versions)
+            asks = {"command": name or "train", "--help or --version": asked or "neither"}
+            comm.agree(zero_mpi=__version__, **asks)
             return _answer(command, asked) if asked else command.main(comm, argv[bool(name) :])
         except (SharedMistake, NotFinite) as error:
             if comm.rank == 0:

@@ -325,14 +325,11 @@ class MPITransport:
     def complete_sends(self, wait: bool = True) -> None:
         """Wait for all messages that are still on the way, and again for each from now on."""
         deferred, self._deferred = self._deferred or [], None
-        while wait and deferred:
-            try:
-                self._until_out(deferred[0])
-            except Warned:
-                _GIVEN_UP.extend(deferred)
-                raise
-            del deferred[0]
-        _GIVEN_UP.extend(deferred)
+        try:
+            while wait and deferred:
+                self._until_out(deferred.pop(0))
+        finally:
+            _GIVEN_UP.extend(deferred)
 
     def library_call(self, name: str, x: np.ndarray, own: np.ndarray, sizes: list[int]) -> Callable[[], None]:
         """Return what `Communicator.library_call` does; `sizes` are the elements of each rank's block."""
